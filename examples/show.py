@@ -1,4 +1,7 @@
-"""Show rows of results under their prompts: `python -m jaxstate.serve demo -i PROMPTS | python show.py PROMPTS`."""
+"""Show each row of results under its prompt.
+
+python -m jaxstate.serve demo -i PROMPTS | python examples/show.py PROMPTS
+"""
 
 import json
 import sys
