@@ -88,7 +88,7 @@ def test_an_upward_import_is_seen():
         "from jaxstate import plan",
         "from jaxstate.plan import StepPlan",
         "from .. import plan",
-        "from ..engine import StepPlan",
+        "from ..plan import StepPlan",
         "def f():\n    import jaxstate.plan as e\n    return e",
     ):
         assert imports(source, "jaxstate.state.pool", False) == {"jaxstate.plan"}, source
