@@ -1,0 +1,122 @@
+"""The layers that model families share: norms, projections, the short convolution's weights, embedding and head.
+
+Each takes and returns the dtype of the model; sums, norms and gates are float32 inside. Constructors build blueprints
+(see `tensors.py`): they take the name of the layer in a published checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxstate.models import tensors
+from jaxstate.models.tensors import Tensor
+from jaxstate.typing import Array, Float, Float32, Int
+
+
+def parameter(*args: Any, **kwargs: Any) -> nnx.Param[Array]:
+    """A parameter that holds the description of its tensor."""
+    return nnx.Param(cast(Array, Tensor(*args, **kwargs)))
+
+
+def value(parameter: nnx.Param[Array] | None) -> Array | None:
+    """A parameter's array; None for a parameter that the model does not have."""
+    return None if parameter is None else parameter[...]
+
+
+def rms_normalise(x: Float[Array, "... d"], eps: float) -> Float32[Array, "... d"]:
+    """`x` over its root mean square (Zhang & Sennrich 2019, arXiv:1910.07467), in float32."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm with a learned scale."""
+
+    def __init__(self, name: str, size: int, eps: float):
+        self.weight = parameter(f"{name}.weight", (size,), tensors.ones)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """The normed input, in the dtype of the scale."""
+        weight = self.weight[...]
+        return (rms_normalise(x, self.eps) * weight.astype(jnp.float32)).astype(weight.dtype)
+
+
+class GatedRMSNorm(nnx.Module):
+    """Mamba-2's output norm: gate first, then a root mean square norm over each group of channels."""
+
+    def __init__(self, name: str, size: int, groups: int, eps: float):
+        self.weight = parameter(f"{name}.weight", (size,), tensors.ones)
+        self.groups, self.eps = groups, eps
+
+    def __call__(
+        self, x: Float[Array, "... d"], gate: Float[Array, "... d"]
+    ) -> Float[Array, "... d"]:
+        """The gated and normed input, in the dtype of the scale."""
+        weight = self.weight[...]
+        gated = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        split = gated.reshape((*x.shape[:-1], self.groups, -1))
+        normed = rms_normalise(split, self.eps).reshape(x.shape)
+        return (normed * weight.astype(jnp.float32)).astype(weight.dtype)
+
+
+class Linear(nnx.Module):
+    """An affine map; the matrix is kept `[in, out]`."""
+
+    def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool = False):
+        self.weight = parameter(
+            f"{name}.weight", (outputs, inputs), tensors.fan_in, layout="matrix"
+        )
+        self.bias = parameter(f"{name}.bias", (outputs,), tensors.zeros) if bias else None
+
+    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
+        """`x W + b`."""
+        y = x @ self.weight[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class ShortConv(nnx.Module):
+    """The weights of a causal depthwise convolution; the ops of `pallas_kernels` apply them."""
+
+    def __init__(self, name: str, channels: int, taps: int, *, bias: bool):
+        self.weight = parameter(
+            f"{name}.weight", (channels, 1, taps), tensors.fan_in, layout="conv"
+        )
+        self.bias = parameter(f"{name}.bias", (channels,), tensors.zeros) if bias else None
+
+
+class Embedding(nnx.Module):
+    """A table of token vectors, which may serve as the head too."""
+
+    def __init__(self, name: str, vocab: int, size: int):
+        self.weight = parameter(f"{name}.weight", (vocab, size), tensors.embedding)
+
+    def __call__(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens d"]:
+        """The vectors of the tokens; NaN for an id outside the vocabulary, never a neighbour's vector."""
+        return self.weight.at[tokens].get(
+            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+        )
+
+    def attend(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... vocab"]:
+        """Scores of all tokens, as the head of a model whose head is tied to its embedding."""
+        table = self.weight[...]
+        return jnp.einsum(
+            "...d,vd->...v", hidden.astype(table.dtype), table, preferred_element_type=jnp.float32
+        )
+
+
+class Head(nnx.Module):
+    """The projection to token scores of a model whose head is its own; kept `[d, vocab]`."""
+
+    def __init__(self, name: str, vocab: int, size: int):
+        self.weight = parameter(f"{name}.weight", (vocab, size), tensors.fan_in, layout="matrix")
+
+    def attend(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... vocab"]:
+        """Scores of all tokens."""
+        weight = self.weight[...]
+        return jnp.matmul(hidden.astype(weight.dtype), weight, preferred_element_type=jnp.float32)

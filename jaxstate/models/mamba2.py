@@ -1,0 +1,199 @@
+"""Mamba-2: state space duality with a scalar decay per head (Dao & Gu 2024, arXiv:2405.21060)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import pallas_kernels as pk
+from jaxstate.models import tensors
+from jaxstate.models.base import CausalLM, Leaves
+from jaxstate.models.fields import Fields
+from jaxstate.models.layers import GatedRMSNorm, Linear, ShortConv, parameter, value
+from jaxstate.typing import Array, Float
+from pallas_kernels.rows import RowIds, Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2Config:
+    """The sizes and options of a Mamba-2 model, under the names of its config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_heads: int
+    head_dim: int = 64
+    state_size: int = 128
+    n_groups: int = 1
+    conv_kernel: int = 4
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    layer_norm_epsilon: float = 1e-5
+    residual_in_fp32: bool = True
+    tie_word_embeddings: bool = False
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], what: str = "config.json") -> Mamba2Config:
+        """The config in a config.json.
+
+        Raises:
+          CheckpointError: fields that are missing, wrong, or ask for what is not supported, all of them named.
+        """
+        f = Fields(values, what)
+        f.only("hidden_act", "silu", "swish")
+        f.only("rms_norm", True)
+        f.only("quantization_config", None)
+        config = cls(
+            vocab_size=f.size("vocab_size"),
+            hidden_size=f.size("hidden_size"),
+            num_hidden_layers=f.size("num_hidden_layers"),
+            num_heads=f.size("num_heads"),
+            head_dim=f.size("head_dim"),
+            state_size=f.size("state_size"),
+            n_groups=f.size("n_groups"),
+            conv_kernel=f.size("conv_kernel", 4, least=2),
+            use_bias=f.flag("use_bias", False),
+            use_conv_bias=f.flag("use_conv_bias", True),
+            layer_norm_epsilon=f.number("layer_norm_epsilon", 1e-5),
+            residual_in_fp32=f.flag("residual_in_fp32", True),
+            tie_word_embeddings=f.flag("tie_word_embeddings", False),
+            time_step_limit=f.limits("time_step_limit", (0.0, math.inf)),
+            eos_token_ids=f.ids("eos_token_id"),
+        )
+        expand = f.size("expand", 2)
+        if not f.problems and expand * config.hidden_size != config.inner_size:
+            f.problem(
+                f"expand * hidden_size is {expand * config.hidden_size} but num_heads * head_dim is "
+                f"{config.inner_size}; they must be equal"
+            )
+        if config.num_heads % config.n_groups:
+            f.problem(
+                f"num_heads {config.num_heads} is not a multiple of n_groups {config.n_groups}"
+            )
+        f.done()
+        return config
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of a config.json in the published format."""
+        fields = dataclasses.asdict(self)
+        eos = fields.pop("eos_token_ids")
+        return {
+            "architectures": ["Mamba2ForCausalLM"],
+            "model_type": self.model_type,
+            **fields,
+            "time_step_limit": list(self.time_step_limit),
+            "expand": self.inner_size // self.hidden_size,
+            "hidden_act": "silu",
+            "eos_token_id": (eos[0] if len(eos) == 1 else list(eos)) if eos else None,
+        }
+
+    @property
+    def model_type(self) -> str:
+        return "mamba2"
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        return self.inner_size + 2 * self.n_groups * self.state_size
+
+
+class Mamba2Mixer(nnx.Module):
+    """Projection, short convolution, state space recurrence, gated norm, projection."""
+
+    def __init__(self, name: str, config: Mamba2Config):
+        c = config
+        self.config = config
+        projected = c.inner_size + c.conv_size + c.num_heads
+        self.in_proj = Linear(f"{name}.in_proj", c.hidden_size, projected, bias=c.use_bias)
+        self.conv1d = ShortConv(f"{name}.conv1d", c.conv_size, c.conv_kernel, bias=c.use_conv_bias)
+        heads = (c.num_heads,)
+        self.A_log = parameter(f"{name}.A_log", heads, tensors.log_uniform_decay, float32=True)
+        self.D = parameter(f"{name}.D", heads, tensors.ones, float32=True)
+        self.dt_bias = parameter(
+            f"{name}.dt_bias", heads, tensors.inverse_softplus_step, float32=True
+        )
+        self.norm = GatedRMSNorm(f"{name}.norm", c.inner_size, c.n_groups, c.layer_norm_epsilon)
+        self.out_proj = Linear(f"{name}.out_proj", c.inner_size, c.hidden_size, bias=c.use_bias)
+
+    def prefill(
+        self, x: Float[Array, "tokens d"], pools: Leaves, layer: Any, rows: Rows
+    ) -> tuple[Float[Array, "tokens d"], Leaves]:
+        """Packed tokens of many rows."""
+        c = self.config
+        gate, xbc, dt = self._project(x)
+        xbc, windows = pk.causal_conv(
+            xbc, self.conv1d.weight[...], value(self.conv1d.bias), pools["conv"], layer, rows,
+            activation="silu",
+        )  # fmt: skip
+        inner, B, C = self._sections(xbc)
+        y, states = pk.ssd(
+            inner, dt, self._A(), B, C, self.D[...], self.dt_bias[...], pools["ssm"], layer, rows,
+            dt_limit=c.time_step_limit,
+        )  # fmt: skip
+        return self._finish(y, gate), {"conv": windows, "ssm": states}
+
+    def decode(
+        self, x: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds
+    ) -> tuple[Float[Array, "rows d"], Leaves]:
+        """One token of each row."""
+        c = self.config
+        gate, xbc, dt = self._project(x)
+        y, windows, states = pk.mamba2_step(
+            xbc, dt, self.conv1d.weight[...], value(self.conv1d.bias), self._A(), self.D[...],
+            self.dt_bias[...], pools["conv"], pools["ssm"], layer, rows.read_ids, rows.write_ids,
+            n_groups=c.n_groups, dt_limit=c.time_step_limit, activation="silu",
+        )  # fmt: skip
+        return self._finish(y, gate), {"conv": windows, "ssm": states}
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+        c = self.config
+        gate, xbc, dt = jnp.split(self.in_proj(x), [c.inner_size, c.inner_size + c.conv_size], -1)
+        return gate, xbc, dt
+
+    def _sections(self, xbc: Array) -> tuple[Array, Array, Array]:
+        c = self.config
+        bc = c.n_groups * c.state_size
+        inner, B, C = jnp.split(xbc, [c.inner_size, c.inner_size + bc], -1)
+        grouped = (-1, c.n_groups, c.state_size)
+        inner = inner.reshape((-1, c.num_heads, c.head_dim))
+        return inner, B.reshape(grouped), C.reshape(grouped)
+
+    def _A(self) -> Array:
+        return -jnp.exp(self.A_log[...])
+
+    def _finish(self, y: Array, gate: Array) -> Array:
+        return self.out_proj(self.norm(y.reshape(gate.shape), gate))
+
+
+class Mamba2LM(CausalLM):
+    """A Mamba-2 language model."""
+
+    family = "mamba2"
+    config: Mamba2Config
+
+    def __init__(self, config: Mamba2Config, dtype: Any, state_dtype: Any = jnp.float32):
+        mixers = [
+            Mamba2Mixer(f"backbone.layers.{i}.mixer", config)
+            for i in range(config.num_hidden_layers)
+        ]
+        super().__init__(config, dtype, state_dtype, mixers)
+
+    def leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The last inputs of the convolution, and the state of each head."""
+        c = self.config
+        state = (c.num_heads, c.head_dim, c.state_size)
+        return {
+            "conv": jax.ShapeDtypeStruct((c.conv_kernel - 1, c.conv_size), self.dtype),
+            "ssm": jax.ShapeDtypeStruct(state, self.state_dtype),
+        }
