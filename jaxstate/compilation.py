@@ -1,0 +1,40 @@
+"""Counting what XLA compiles, and keeping it for the next process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+
+_count = 0
+
+
+def _listen(event: str, duration: float, **_: object) -> None:
+    global _count
+    if event == "/jax/core/compile/backend_compile_duration":
+        _count += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def count() -> int:
+    """Programs that this process compiled (or took from the cache) since jaxstate was imported."""
+    return _count
+
+
+def use_persistent_cache(folder: str | os.PathLike | None = None) -> Path:
+    """Keeps compiled programs in a folder of the user's own, so that the next process need not compile them.
+
+    The folder is `folder`, or JAX_COMPILATION_CACHE_DIR, or `~/.cache/jaxstate/xla`; it is made private, because
+    whoever can write there can run code as its owner.
+    """
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = Path(
+        folder or os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_home / "jaxstate" / "xla"
+    )
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return path

@@ -1,0 +1,316 @@
+"""The loop that owns the device: it compiles two programs, feeds them plans and turns what comes back into events.
+
+Everything else is values; this is the one place that jits, donates and keeps something between calls. A step is planned
+and dispatched before the one before it is observed, so the host's work hides behind the device's.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxstate import compilation, scheduler
+from jaxstate.errors import RequestError, SpecError
+from jaxstate.models.base import CausalLM
+from jaxstate.plan import null_plan
+from jaxstate.progress import Progress
+from jaxstate.request import MAX_STOP_IDS, Completion, Event, Request
+from jaxstate.scheduler import Planned, Schedule
+from jaxstate.sizing import Sizes, choose
+from jaxstate.state.cache import poison_by_default
+from jaxstate.step import EngineState, Outcome, decode_step, prefill_step
+from jaxstate.text import Tokenizer
+
+Report = Callable[[str], None]
+
+IN_FLIGHT = 2
+"""Steps dispatched and not yet observed: one runs while the next is planned."""
+
+
+@dataclasses.dataclass
+class Stats:
+    """Counters of one engine since it was made; times in seconds."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    plan_s: float = 0.0
+    wait_s: float = 0.0
+    compile_s: float = 0.0
+    programs: int = 0
+    late_compilations: int = 0
+    peak_blocks: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dispatched:
+    planned: Planned
+    outcome: Outcome
+
+
+class Engine:
+    """Generates for many requests at once.
+
+    Args:
+      model: a `jaxstate.models` model; all its groups must be recurrent.
+      sizes: static sizes, see `Sizes`; what is None is chosen for the device.
+      tokenizer: turns tokens into text; without one, texts are empty and stop texts are refused.
+      poison: fill memory that nobody may read with NaN (a debug mode); None reads JAXSTATE_POISON.
+      report: called with a line of text when something takes time, such as compiling.
+
+    Example:
+      >>> engine = Engine(model, Sizes(rows=8), tokenizer=tokenizer)
+      >>> engine.submit(Request("a", tuple(tokenizer.encode("Once upon a time"))))
+      >>> for event in engine.run():
+      ...     print(event.text, end="")
+    """
+
+    def __init__(
+        self, model: CausalLM, sizes: Sizes | None = None, *, tokenizer: Tokenizer | None = None,
+        poison: bool | None = None, report: Report | None = None,
+    ):  # fmt: skip
+        groups = model.groups()
+        for group in groups:
+            if group.kind != "recurrent":
+                raise SpecError(
+                    f"group {group.name!r} is {group.kind}; the engine runs models whose groups are all recurrent"
+                )
+        eos = tuple(model.config.eos_token_ids)
+        if len(eos) > MAX_STOP_IDS:
+            raise SpecError(
+                f"the model has {len(eos)} end tokens; the engine compares at most {MAX_STOP_IDS}"
+            )
+        graph, self._params = nnx.split(model)
+        device = next(iter(jax.tree.leaves(self._params)[0].devices()))
+        self.shape, self.steps_per_dispatch = choose(sizes or Sizes(), groups, device)
+        self.model, self.tokenizer, self.poison = (
+            model,
+            tokenizer,
+            poison_by_default() if poison is None else poison,
+        )
+        self.stats = Stats(peak_blocks=dict.fromkeys(self.spec.names, 0))
+        self.schedule = Schedule.create(self.shape)
+        self._report = report or (lambda line: None)
+        self._eos = eos
+        self._queue: collections.deque[Request] = collections.deque()
+        self._progress: dict[str, Progress] = {}
+        self._in_flight: collections.deque[_Dispatched] = collections.deque()
+        self._news: list[Event] = []
+        self._programs: dict[str, Any] = {}
+        self._compilations = 0
+        common = {"graph": graph, "spec": self.spec, "poison": self.poison}
+        self._jitted = {
+            "prefill": jax.jit(functools.partial(_run_prefill, **common), donate_argnums=1),
+            "decode": jax.jit(
+                functools.partial(_run_decode, **common, steps=self.steps_per_dispatch),
+                donate_argnums=1,
+            ),
+        }
+        self._state: EngineState | None = None
+
+    @property
+    def spec(self):
+        return self.shape.spec
+
+    @property
+    def state(self) -> EngineState:
+        """Tables, cache and rows on the device as of the last step; reading it waits for that step."""
+        if self._state is None:
+            self._state = jax.jit(lambda: EngineState.create(self.spec, poison=self.poison))()
+        return self._state
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has ended and every row and block is free again."""
+        return self.schedule.idle and not (self._queue or self._in_flight or self._news)
+
+    def lower(self, kind: str) -> Any:
+        """The lowered program `prefill` or `decode`, for a look at what will run."""
+        return self._jitted[kind].lower(
+            self._params, self.state, null_plan(self.shape, prefill=kind == "prefill")
+        )
+
+    def compile(self) -> None:
+        """Compiles both programs, saying so; the first step does it if nobody did."""
+        if self._programs:
+            return
+        begin = time.perf_counter()
+        names = {
+            "prefill": f"prefill, {self.shape.chunk_tokens} tokens of up to {self.spec.rows} rows",
+            "decode": f"decode, {self.spec.rows} rows x {self.steps_per_dispatch} tokens",
+        }
+
+        def finish(kind: str, lowered: Any, started: float) -> Any:
+            program = lowered.compile()
+            self._report(f"compiled {names[kind]}: {time.perf_counter() - started:.1f} s")
+            return program
+
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            pending = {}
+            for kind in names:
+                self._report(f"compiling {names[kind]}")
+                pending[kind] = pool.submit(finish, kind, self.lower(kind), time.perf_counter())
+            self._programs = {kind: future.result() for kind, future in pending.items()}
+        self.stats.programs, self.stats.compile_s = len(self._programs), time.perf_counter() - begin
+        jax.block_until_ready(self.state)
+        self._compilations = compilation.count()
+
+    def submit(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+          CapacityError: its prompt leaves no room for a token within `max_len`.
+          RequestError: a duplicate id, a token the model does not know, stop texts without a tokenizer.
+        """
+        if request.id in self._progress:
+            raise RequestError(
+                "duplicate_id",
+                f"request id {request.id!r} is in use by a request that has not ended",
+                "id",
+            )
+        vocab = self.model.config.vocab_size
+        if max(request.prompt) >= vocab:
+            raise RequestError(
+                "unsupported_value",
+                f"token {max(request.prompt)} is outside the vocabulary of {vocab}",
+                "prompt",
+            )
+        if request.sampling.stop and self.tokenizer is None:
+            raise RequestError(
+                "unsupported_value", "stop texts need a tokenizer; use stop_ids", "stop"
+            )
+        budget = scheduler.budget_of(request, self.spec)
+        self._progress[request.id] = Progress.start(request, budget, self._eos, self.tokenizer)
+        self._queue.append(request)
+        self.stats.requests += 1
+
+    def abort(self, request_id: str) -> None:
+        """Ends the request wherever it is; its last event, `aborted`, comes with the next step.
+
+        An id that is not known, or has ended, is ignored.
+        """
+        progress = self._progress.get(request_id)
+        if progress is not None:
+            self._queue = collections.deque(r for r in self._queue if r.id != request_id)
+            self._news.append(self._end(progress, progress.finish("aborted")))
+
+    def step(self) -> list[Event]:
+        """Dispatches what can be dispatched, observes the oldest step, and returns the news."""
+        self.compile()
+        while len(self._in_flight) < IN_FLIGHT and self._dispatch():
+            pass
+        news, self._news = self._news, []
+        if self._in_flight:
+            news += self._observe(self._in_flight.popleft())
+        self.stats.late_compilations = compilation.count() - self._compilations
+        return news
+
+    def run(self, requests: Iterable[Request] = ()) -> Iterator[Event]:
+        """Submits the requests as there is room for them and yields events until all have ended."""
+        source = iter(requests)
+        exhausted = False
+        while True:
+            while not exhausted and self.backlog < 2 * self.spec.rows:
+                request = next(source, None)
+                exhausted = request is None
+                if request is not None:
+                    self.submit(request)
+            if exhausted and self.idle:
+                return
+            yield from self.step()
+
+    @property
+    def backlog(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._queue) + len(self.schedule.waiting)
+
+    def _dispatch(self) -> bool:
+        begin = time.perf_counter()
+        while self._queue and len(self.schedule.waiting) < 2 * self.spec.rows:
+            self.schedule = scheduler.submit(self.schedule, self._queue.popleft())
+        step = scheduler.plan_next(
+            self.schedule, decode_steps=self.steps_per_dispatch, extra_stop_ids=self._eos
+        )
+        if step is None:
+            return False
+        # The schedule moves on only once the step is on its way: a plan that is refused leaves all as it was.
+        after, planned = step
+        state, outcome = self._programs[planned.kind](self._params, self.state, planned.plan)
+        self._state, self.schedule = state, after
+        self._in_flight.append(_Dispatched(planned, outcome))
+        stats, pool = self.stats, after.pool
+        stats.prefill_steps += planned.kind == "prefill"
+        stats.decode_steps += planned.kind == "decode"
+        for group in self.spec.names:
+            used = self.spec.blocks(group) - 1 - pool.free_count(group)
+            stats.peak_blocks[group] = max(stats.peak_blocks[group], used)
+        if planned.plan.prefill is not None:
+            stats.prompt_tokens += int(planned.plan.prefill.offsets[-1])
+        stats.plan_s += time.perf_counter() - begin
+        return True
+
+    def _observe(self, dispatched: _Dispatched) -> list[Event]:
+        begin = time.perf_counter()
+        outcome = jax.device_get(dispatched.outcome)
+        self.stats.wait_s += time.perf_counter() - begin
+        events = []
+        for row, running in enumerate(dispatched.planned.serves):
+            progress = None if running is None else self._progress.get(running.request.id)
+            # A request that ended meanwhile is no longer known, or its id is another's by now.
+            if progress is None or progress.request is not running.request:
+                continue
+            made = outcome.made[:, row]
+            tokens, logprobs = (
+                outcome.token[made, row].tolist(),
+                outcome.logprob[made, row].tolist(),
+            )
+            event = progress.push(tokens, logprobs) if tokens else None
+            if outcome.bad[:, row].any() and (event is None or event.completion is None):
+                event = progress.finish(
+                    "error", error=_non_finite(progress), since=len(progress.tokens) - len(tokens)
+                )
+            if event is not None:
+                events.append(self._end(progress, event) if event.completion is not None else event)
+        return events
+
+    def _end(self, progress: Progress, event: Event) -> Event:
+        request = progress.request
+        del self._progress[request.id]
+        self.schedule = scheduler.end(self.schedule, request.id)
+        self.stats.generated_tokens += len(progress.tokens)
+        return event
+
+    def completions(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """As `run`, yielding only what each request came to, in the order in which they end."""
+        for event in self.run(requests):
+            if event.completion is not None:
+                yield event.completion
+
+    def __repr__(self) -> str:
+        return f"Engine({self.schedule}, {self.stats})"
+
+
+def _run_prefill(params, state, plan, *, graph, spec, poison):
+    return prefill_step(nnx.merge(graph, params), spec, state, plan, poison=poison)
+
+
+def _run_decode(params, state, plan, *, graph, spec, poison, steps):
+    return decode_step(nnx.merge(graph, params), spec, state, plan, steps=steps, poison=poison)
+
+
+def _non_finite(progress: Progress) -> RequestError:
+    position = len(progress.request.prompt) + len(progress.tokens)
+    return RequestError(
+        "non_finite",
+        f"the model's scores for position {position} are not finite; the request was ended there",
+    )

@@ -1,0 +1,87 @@
+"""What the host knows of a request while it runs: its tokens so far, its text, and when it has to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from jaxstate.errors import RequestError
+from jaxstate.request import Completion, Event, Request
+from jaxstate.text import TextStream, Tokenizer
+
+
+@dataclasses.dataclass
+class Progress:
+    """One request from submission to completion; the engine feeds it tokens as steps are observed."""
+
+    request: Request
+    budget: int
+    stop_ids: frozenset[int]
+    stream: TextStream | None
+    submitted: float
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
+    first_token_s: float = 0.0
+
+    @classmethod
+    def start(
+        cls, request: Request, budget: int, eos: tuple[int, ...], tokenizer: Tokenizer | None
+    ) -> Progress:
+        stops = frozenset(request.sampling.stop_ids) | (
+            frozenset() if request.sampling.ignore_eos else frozenset(eos)
+        )
+        stream = TextStream(tokenizer, request.sampling.stop) if tokenizer is not None else None
+        return cls(request, budget, stops, stream, time.perf_counter())
+
+    def push(self, tokens: list[int], logprobs: list[float]) -> Event:
+        """Takes the tokens of one observed step; the event has a completion if they end the request."""
+        before = len(self.tokens)
+        if tokens and not before:
+            self.first_token_s = time.perf_counter() - self.submitted
+        end = next((i for i, token in enumerate(tokens) if token in self.stop_ids), None)
+        count = len(tokens) if end is None else end + 1
+        self.tokens += tokens[:count]
+        self.logprobs += logprobs[:count]
+        # The end token itself is counted but is not text.
+        piece = self._push_text(tokens[: count if end is None else end])
+        reason = None
+        if self.stream is not None and self.stream.stopped:
+            kept = self.stream.kept_tokens
+            del self.tokens[kept:], self.logprobs[kept:]
+            reason = "stop"
+        elif end is not None:
+            reason = "stop"
+        elif len(self.tokens) >= self.budget:
+            reason = "length"
+        if reason is None:
+            return Event(self.request.id, tuple(self.tokens[before:]), piece)
+        return self.finish(reason, since=before, piece=piece)
+
+    def finish(
+        self,
+        reason: str,
+        *,
+        error: RequestError | None = None,
+        since: int | None = None,
+        piece: str = "",
+    ) -> Event:
+        """The last event: what was held back of the text, and the completion."""
+        if self.stream is not None and not self.stream.stopped:
+            rest = self.stream.finish()
+            self.text += rest
+            piece += rest
+        completion = Completion(
+            id=self.request.id, prompt_tokens=len(self.request.prompt), tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs), text=self.text, finish_reason=reason, error=error,
+            first_token_s=self.first_token_s, total_s=time.perf_counter() - self.submitted,
+        )  # fmt: skip
+        new = tuple(self.tokens[len(self.tokens) if since is None else since :])
+        return Event(self.request.id, new, piece, completion)
+
+    def _push_text(self, tokens: list[int]) -> str:
+        if self.stream is None or not tokens:
+            return ""
+        piece = self.stream.push(tokens)
+        self.text += piece
+        return piece

@@ -1,0 +1,93 @@
+"""Choosing the next token on the device, one row independent of the other.
+
+A row's draw is keyed by (seed, request, position of the token): never by its row, its neighbours or the step, so that
+the same request draws the same tokens in any company.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxstate.typing import Array, Bool, Float32, Int32, UInt32
+
+
+@struct.dataclass
+class Sampling:
+    """Sampling parameters of every row; the fields are those of `SamplingParams`, `request` a hash of the id."""
+
+    temperature: Float32[Array, "rows"]
+    top_k: Int32[Array, "rows"]
+    top_p: Float32[Array, "rows"]
+    min_p: Float32[Array, "rows"]
+    seed: UInt32[Array, "rows"]
+    request: UInt32[Array, "rows"]
+
+
+def request_hash(request: str) -> int:
+    """32 bits that stand for a request's id in the keys of its draws, the same in every process."""
+    return int.from_bytes(
+        hashlib.blake2s(request.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "little"
+    )
+
+
+def sample(
+    logits: Float32[Array, "rows vocab"], sampling: Sampling, position: Int32[Array, "rows"]
+) -> tuple[Int32[Array, "rows"], Float32[Array, "rows"], Bool[Array, "rows"]]:
+    """Draws one token per row, for the given position of its text.
+
+    Returns the tokens, their log-probabilities under the unmodified distribution, and whether the row's logits were all
+    finite (where not, the token is 0 and means nothing).
+    """
+    finite = jnp.isfinite(logits).all(axis=-1)
+    greedy = sampling.temperature <= 0
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    drawn = lax.cond(greedy.all(), lambda: best, lambda: _draw(logits, sampling, position))
+    token = jnp.where(finite, jnp.where(greedy, best, drawn), 0)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1, mode="clip")[:, 0]
+    return token, chosen - jax.nn.logsumexp(logits, axis=-1), finite
+
+
+def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    scaled = logits / temperature[:, None]
+    filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    kept = lax.cond(
+        filtered.any(),
+        lambda: jnp.where(filtered[:, None], keep(scaled, sampling), True),
+        lambda: scaled == scaled,
+    )
+    noise = jax.vmap(lambda s, r, p: _noise(s, r, p, logits.shape[-1]))(
+        sampling.seed, sampling.request, position
+    )
+    # The Gumbel-max trick: the largest of log p + Gumbel noise is a draw from p.
+    return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
+
+
+def keep(scaled: Float32[Array, "rows vocab"], sampling: Sampling) -> Bool[Array, "rows vocab"]:
+    """Which tokens top-k, then top-p among those, then min-p leave in each row; ties at a border all stay."""
+    vocab = scaled.shape[-1]
+    ordered = -jnp.sort(-scaled, axis=-1)
+    k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab), vocab)
+    ranks = jnp.arange(vocab, dtype=jnp.int32)
+    ordered = jnp.where(ranks < k[:, None], ordered, -jnp.inf)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # A token stays while those likelier than it do not yet reach the share; the likeliest always stays.
+    last = (
+        jnp.maximum(((before < sampling.top_p[:, None]) & (ranks < k[:, None])).sum(axis=-1), 1) - 1
+    )
+    last = jnp.where(sampling.top_p < 1, last, k - 1)
+    border = jnp.take_along_axis(ordered, last[:, None], axis=-1, mode="clip")
+    border = jnp.maximum(border, ordered[:, :1] + jnp.log(sampling.min_p)[:, None])
+    return scaled >= border
+
+
+def _noise(seed: Array, request: Array, position: Array, vocab: int) -> Array:
+    key = jax.random.key(seed, impl="threefry2x32")
+    key = jax.random.fold_in(jax.random.fold_in(key, request), position)
+    return jax.random.gumbel(key, (vocab,), jnp.float32)

@@ -1,0 +1,8 @@
+"""Block tables, state caches and the block pool: immutable values, usable without the engine."""
+
+from jaxstate.state.cache import StateCache
+from jaxstate.state.pool import BlockPool
+from jaxstate.state.spec import CacheSpec, GroupSpec
+from jaxstate.state.tables import BlockTables, Cells
+
+__all__ = ["BlockPool", "BlockTables", "CacheSpec", "Cells", "GroupSpec", "StateCache"]

@@ -1,0 +1,163 @@
+"""The arrays that hold the blocks: per group a pytree of leaves `[layers, blocks, …]`, as an immutable value.
+
+Whatever the container of a group's state, every operation goes through `jax.tree.map`, so that no leaf can be left out.
+A block is zeroed when it is handed out, not when it is returned. In poison mode memory that nobody may read (fresh
+arrays, returned blocks, the null block) holds NaN, so that a read of it shows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxstate.errors import OwnershipError, SpecError
+from jaxstate.state.spec import NULL, CacheSpec, format_bytes
+from jaxstate.typing import Int, PyTree
+from pallas_kernels.blocks import copy_blocks, fill_blocks, gather_blocks, scatter_blocks
+
+
+def poison_by_default() -> bool:
+    """Whether the environment asks for poison mode: JAXSTATE_POISON=1."""
+    return os.environ.get("JAXSTATE_POISON", "0") not in ("", "0")
+
+
+def poison_value(dtype: Any) -> Any:
+    """The value that marks memory nobody may read: NaN, or for whole numbers the least one."""
+    dtype = np.dtype(dtype) if not jnp.issubdtype(dtype, jnp.floating) else dtype
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.nan
+    return True if dtype == np.bool_ else np.iinfo(dtype).min
+
+
+@struct.dataclass
+class StateCache:
+    """The state of every block of every group.
+
+    Example:
+      >>> cache = StateCache.create(spec)
+      >>> cache, slices = cache.allocate({"mamba": [1, 2]})    # blocks 1 and 2 are zero now, and so are the slices
+    """
+
+    groups: dict[str, PyTree]
+
+    @classmethod
+    def create(cls, spec: CacheSpec, *, poison: bool = False) -> StateCache:
+        """A cache of zeros; in poison mode of NaN, the null block included."""
+
+        def leaf(group):
+            def make(x):
+                value = poison_value(x.dtype) if poison else 0
+                return jnp.full((group.layers, spec.blocks(group.name), *x.shape), value, x.dtype)
+
+            return make
+
+        return cls({group.name: jax.tree.map(leaf(group), group.leaves) for group in spec.groups})
+
+    def blocks(self, group: str) -> int:
+        """Blocks in this group's arrays, the null block among them."""
+        return jax.tree.leaves(self._group(group))[0].shape[1]
+
+    def allocate(self, ids: Mapping[str, Int[Any, "n"]]) -> tuple[StateCache, dict[str, PyTree]]:
+        """Zeroes the blocks in every layer and leaf, and returns the new cache with their slices `[layers, n, …]`.
+
+        Raises:
+          OwnershipError: a null, repeated or out-of-range id (where ids are known; under `jax.jit` they never wrap).
+        """
+        for group, given in ids.items():
+            self._check(group, given, null_ok=False)
+        cache = self.zero(ids)
+        return cache, {group: cache.read(group, given) for group, given in ids.items()}
+
+    def zero(self, ids: Mapping[str, Int[Any, "n"]]) -> StateCache:
+        """Zeroes the blocks in every layer and leaf; id 0 is padding and does nothing."""
+        return self._fill(ids, lambda leaf: 0)
+
+    def poison(self, ids: Mapping[str, Int[Any, "n"]]) -> StateCache:
+        """Fills the blocks with NaN in every layer and leaf; id 0 is padding and does nothing."""
+        return self._fill(ids, lambda leaf: poison_value(leaf.dtype))
+
+    def copy(self, copies: Mapping[str, tuple[Int[Any, "n"], Int[Any, "n"]]]) -> StateCache:
+        """Copies block `source[i]` to `destination[i]`, all at once; a pair of zeros is padding and does nothing.
+
+        Raises:
+          OwnershipError: a destination named twice, or an id out of range.
+        """
+        groups = dict(self.groups)
+        for group, (source, destination) in copies.items():
+            self._check(group, source)
+            self._check(group, destination)
+            groups[group] = jax.tree.map(
+                lambda leaf, s=source, d=destination: copy_blocks(leaf, s, d), self._group(group)
+            )
+        return self.replace(groups=groups)
+
+    def read(self, group: str, ids: Int[Any, "n"]) -> PyTree:
+        """The blocks' state, leaves `[layers, n, …]`; the null block reads as zeros."""
+        self._check(group, ids, repeat_ok=True)
+        return jax.tree.map(lambda leaf: gather_blocks(leaf, ids), self._group(group))
+
+    def write(self, group: str, ids: Int[Any, "n"], state: PyTree) -> StateCache:
+        """Stores `state`, leaves `[layers, n, …]`, in the blocks; what is written to the null block is dropped.
+
+        Raises:
+          OwnershipError: an id named twice or out of range.
+          ValueError: `state` is not shaped like the group's state.
+        """
+        self._check(group, ids)
+        leaves = jax.tree.map(
+            lambda leaf, new: scatter_blocks(leaf, ids, new), self._group(group), state
+        )
+        return self.replace(groups={**self.groups, group: leaves})
+
+    def _fill(self, ids: Mapping[str, Any], value) -> StateCache:
+        groups = dict(self.groups)
+        for group, given in ids.items():
+            self._check(group, given)
+            groups[group] = jax.tree.map(
+                lambda leaf, g=given: fill_blocks(leaf, g, value(leaf)), self._group(group)
+            )
+        return self.replace(groups=groups)
+
+    def _group(self, group: str) -> PyTree:
+        if group not in self.groups:
+            raise SpecError(f"there is no group {group!r}; the groups are {sorted(self.groups)}")
+        return self.groups[group]
+
+    def _check(
+        self, group: str, ids: Any, *, null_ok: bool = True, repeat_ok: bool = False
+    ) -> None:
+        if isinstance(ids, jax.core.Tracer):
+            return
+        given, size = np.atleast_1d(np.asarray(ids, dtype=np.int64)), self.blocks(group)
+        for block in given[(given < 0) | (given >= size)].tolist():
+            raise OwnershipError(
+                "ids are in range", f"group {group!r}: block {block} is outside the cache of {size}"
+            )
+        real = given[given != NULL]
+        if not null_ok and len(real) < len(given):
+            raise OwnershipError(
+                "null is never handed out", f"group {group!r}: ids are {given.tolist()}"
+            )
+        if not repeat_ok and len(np.unique(real)) < len(real):
+            raise OwnershipError(
+                "each block once", f"group {group!r}: a block is named twice in {given.tolist()}"
+            )
+
+    def __repr__(self) -> str:
+        lines = []
+        for group, state in self.groups.items():
+            for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+                name = group + jax.tree_util.keystr(path)
+                size = (
+                    format_bytes(leaf.size * leaf.dtype.itemsize) if hasattr(leaf, "dtype") else ""
+                )
+                lines.append(
+                    f"  {name}: {getattr(leaf, 'dtype', '')}{list(getattr(leaf, 'shape', []))} {size}"
+                )
+        return "StateCache(\n" + "\n".join(lines) + "\n)"

@@ -1,0 +1,140 @@
+"""Which block each row's tokens live in: `int32[rows, capacity]` ids per group, as an immutable value.
+
+A cell that holds 0 names the null block. A row is cleared whole, in every group, over its full width, so nothing of a
+former tenant is left for a reader to find; the ids a step works with are looked up here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxstate.errors import CapacityError, OwnershipError, SpecError
+from jaxstate.state.spec import NULL, CacheSpec
+from jaxstate.typing import Array, Bool, Int
+from pallas_kernels.blocks import read_cells, write_cells
+
+
+@struct.dataclass
+class Cells:
+    """Table cells to be written: id `ids[i]` at `rows[i]`, `columns[i]`; an id of 0 marks an unused entry."""
+
+    rows: Int[Any, "n"]
+    columns: Int[Any, "n"]
+    ids: Int[Any, "n"]
+
+
+@struct.dataclass
+class BlockTables:
+    """Block ids per group, row and column.
+
+    Example:
+      >>> tables = BlockTables.empty(spec)
+      >>> tables = tables.write(row=0, ids={"mamba": [3]})
+      >>> tables.clear_row(0)
+    """
+
+    ids: dict[str, Int[Array, "rows capacity"]]
+
+    @classmethod
+    def empty(cls, spec: CacheSpec) -> BlockTables:
+        """Tables whose every cell is null."""
+        return cls(
+            {name: jnp.zeros((spec.rows, spec.capacity(name)), jnp.int32) for name in spec.names}
+        )
+
+    @property
+    def rows(self) -> int:
+        return next(iter(self.ids.values())).shape[0]
+
+    def write(
+        self, row: int | Array, ids: Mapping[str, Any], start: Mapping[str, int] | int = 0
+    ) -> BlockTables:
+        """Writes `ids[group]` into the row, from column `start` on: over all groups or not at all.
+
+        Works under `jax.jit`: sizes and columns are static and are checked when traced; rows and ids are checked where
+        they are known, and are never wrapped or clamped where they are not.
+
+        Raises:
+          CapacityError: more ids than the group's row has columns left.
+          OwnershipError: a null, negative or repeated id, or a row that is not there.
+        """
+        entries = {}
+        for group, given in ids.items():
+            table = self._table(group)
+            given = given if isinstance(given, jax.core.Tracer) else np.asarray(given, np.int32)
+            first = start if isinstance(start, int) else start.get(group, 0)
+            end = first + given.shape[0]
+            if first < 0 or end > table.shape[1]:
+                raise CapacityError(
+                    request=f"row {row}", group=group, need=end, capacity=table.shape[1], unit="block ids in a row",
+                    remedy="raise the spec's max_len, or write fewer blocks",
+                )  # fmt: skip
+            if isinstance(given, np.ndarray) and (
+                (given <= NULL).any() or len(np.unique(given)) != len(given)
+            ):
+                raise OwnershipError(
+                    "rows name blocks once, and never null",
+                    f"group {group!r}: ids are {given.tolist()}",
+                )
+            columns = jnp.arange(first, end, dtype=jnp.int32)
+            entries[group] = Cells(jnp.full(given.shape, row, jnp.int32), columns, given)
+        self._check_row(row)
+        return self.update(entries=entries)
+
+    def clear_row(self, row: int | Array) -> BlockTables:
+        """Makes every cell of the row null, in every group; OwnershipError when the row is not there."""
+        self._check_row(row)
+        return self.update(clear=jnp.arange(self.rows) == row)
+
+    def update(
+        self, clear: Bool[Any, "rows"] | None = None, entries: Mapping[str, Cells] | None = None
+    ) -> BlockTables:
+        """Clears the marked rows, then writes the entries: what a step does with its plan's, which was checked."""
+        tables = dict(self.ids)
+        if clear is not None:
+            tables = {
+                group: jnp.where(jnp.asarray(clear)[:, None], NULL, table)
+                for group, table in tables.items()
+            }
+        for group, cells in (entries or {}).items():
+            tables[group] = write_cells(tables[group], cells.rows, cells.columns, cells.ids)
+        return self.replace(ids=tables)
+
+    def lookup(
+        self, group: str, columns: Int[Array, "rows"], live: Bool[Array, "rows"]
+    ) -> Int[Array, "rows"]:
+        """The id at each row's column; null where the row is not live or the column is outside the table."""
+        return jnp.where(live, read_cells(self.ids[group], columns), NULL)
+
+    def _table(self, group: str) -> Array:
+        if group not in self.ids:
+            raise SpecError(f"there is no group {group!r}; the groups are {sorted(self.ids)}")
+        return self.ids[group]
+
+    def _check_row(self, row: int | Array) -> None:
+        if not isinstance(row, jax.core.Tracer) and not 0 <= int(row) < self.rows:
+            raise OwnershipError(
+                "rows are in range", f"row {int(row)} is outside the tables' {self.rows} rows"
+            )
+
+    def __repr__(self) -> str:
+        if any(isinstance(table, jax.core.Tracer) for table in self.ids.values()):
+            return f"BlockTables({ {group: table.shape for group, table in self.ids.items()} }, traced)"
+        lines = []
+        for group, table in self.ids.items():
+            if not hasattr(table, "shape"):
+                return f"BlockTables({self.ids})"
+            used = np.asarray(table)
+            lines.append(
+                f"  {group}: {int((used != NULL).any(1).sum())} of {used.shape[0]} rows used, {used.shape[1]} ids a row"
+            )
+            for row in np.flatnonzero((used != NULL).any(1))[:16]:
+                last = int(np.flatnonzero(used[row])[-1])
+                lines.append(f"    row {row}: {' '.join(map(str, used[row, : last + 1].tolist()))}")
+        return "BlockTables(\n" + "\n".join(lines) + "\n)"

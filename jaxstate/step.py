@@ -1,0 +1,227 @@
+"""The one compiled step: clear and write tables, zero, copy, forward, sample, in this order by data dependence.
+
+There are two forward passes, a packed prefill chunk and a run of decode tokens, and both begin with the same
+preparation from the same plan. Whoever is not live (finished, never admitted, idle) is null: its block ids are 0 by
+lookup, so it reads zeros and writes nothing.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxstate.models.base import CausalLM
+from jaxstate.plan import Admission, Prefill, StepPlan
+from jaxstate.request import MAX_STOP_IDS
+from jaxstate.sampling import Sampling, sample
+from jaxstate.state.cache import StateCache
+from jaxstate.state.spec import CacheSpec, GroupSpec
+from jaxstate.state.tables import BlockTables
+from jaxstate.typing import Array, Bool, Float32, Int32
+from pallas_kernels.rows import RowIds, Rows
+
+
+@struct.dataclass
+class RowState:
+    """What the device knows of each row: its next input, how far it has come and how it is sampled."""
+
+    token: Int32[Array, "rows"]
+    position: Int32[Array, "rows"]
+    left: Int32[Array, "rows"]
+    active: Bool[Array, "rows"]
+    stop_ids: Int32[Array, "rows n"]
+    sampling: Sampling
+
+    @classmethod
+    def empty(cls, rows: int) -> RowState:
+        """Rows that are all inactive."""
+
+        def zeros(dtype=jnp.int32):
+            return jnp.zeros(rows, dtype)
+
+        return cls(
+            token=zeros(), position=zeros(), left=zeros(), active=zeros(jnp.bool_),
+            stop_ids=jnp.full((rows, 2 * MAX_STOP_IDS), -1, jnp.int32),
+            sampling=Sampling(
+                temperature=zeros(jnp.float32), top_k=zeros(), top_p=zeros(jnp.float32),
+                min_p=zeros(jnp.float32), seed=zeros(jnp.uint32), request=zeros(jnp.uint32),
+            ),
+        )  # fmt: skip
+
+    def admit(self, admission: Admission) -> RowState:
+        """The rows with the settings of those that the plan admits; they become active when their prompt ends."""
+        new = admission.rows
+
+        def pick(ours, theirs):
+            mask = new.reshape(new.shape + (1,) * (ours.ndim - 1))
+            return jnp.where(mask, theirs, ours)
+
+        return self.replace(
+            active=self.active & ~new,
+            left=pick(self.left, admission.budget),
+            stop_ids=pick(self.stop_ids, admission.stop_ids),
+            sampling=jax.tree.map(pick, self.sampling, admission.sampling),
+        )
+
+
+@struct.dataclass
+class EngineState:
+    """All that a step carries to the next: tables, cache and rows."""
+
+    tables: BlockTables
+    cache: StateCache
+    rows: RowState
+
+    @classmethod
+    def create(cls, spec: CacheSpec, *, poison: bool = False) -> EngineState:
+        """The state of an engine in which nothing has happened."""
+        return cls(
+            BlockTables.empty(spec),
+            StateCache.create(spec, poison=poison),
+            RowState.empty(spec.rows),
+        )
+
+
+@struct.dataclass
+class Outcome:
+    """What a step made: `made` marks the tokens that are real; `bad` the rows whose logits were not finite."""
+
+    token: Int32[Array, "steps rows"]
+    logprob: Float32[Array, "steps rows"]
+    made: Bool[Array, "steps rows"]
+    bad: Bool[Array, "steps rows"]
+
+
+def prepare(state: EngineState, plan: StepPlan, *, poison: bool) -> EngineState:
+    """Does to tables, blocks and rows what the plan says, in the plan's order."""
+    cache = state.cache
+    if poison:
+        cache = cache.poison(
+            {g: jnp.where(m, jnp.arange(m.shape[0]), 0) for g, m in plan.freed.items()}
+        )
+    tables = state.tables.update(plan.clear, plan.cells)
+    cache = cache.zero(plan.zero)
+    cache = cache.copy({group: pair for group, pair in plan.copies.items() if pair[0].shape[0]})
+    rows = state.rows.replace(active=state.rows.active & ~plan.clear).admit(plan.admission)
+    return EngineState(tables, cache, rows)
+
+
+def prefill_step(
+    model: CausalLM, spec: CacheSpec, state: EngineState, plan: StepPlan, *, poison: bool = False
+) -> tuple[EngineState, Outcome]:
+    """Prepares, runs the plan's prompt tokens through the model, and samples the rows whose prompt ends here."""
+    state = prepare(state, plan, poison=poison)
+    prefill: Prefill = plan.prefill
+    lengths = prefill.offsets[1:] - prefill.offsets[:-1]
+    ends = prefill.starts + lengths
+    rows = {g.name: packed_rows(spec, g, state.tables, prefill, ends) for g in spec.groups}
+    tokens = prefill.tokens.shape[0]
+    row = jnp.repeat(jnp.arange(spec.rows), lengths, total_repeat_length=tokens)
+    positions = jnp.arange(tokens, dtype=jnp.int32) - prefill.offsets[row] + prefill.starts[row]
+    hidden, cache = model.prefill(prefill.tokens, positions, rows, state.cache)
+    last = jnp.maximum(prefill.offsets[1:] - 1, 0)
+    logits = model.logits(jnp.take(hidden, last, axis=0, mode="clip"))
+    live = lengths > 0
+    held = state.rows.replace(position=jnp.where(live, ends, state.rows.position))
+    after, outcome = _advance(held, logits, prefill.sample & live)
+    return EngineState(state.tables, cache, after), jax.tree.map(lambda x: x[None], outcome)
+
+
+def decode_step(
+    model: CausalLM,
+    spec: CacheSpec,
+    state: EngineState,
+    plan: StepPlan,
+    *,
+    steps: int,
+    poison: bool = False,
+) -> tuple[EngineState, Outcome]:
+    """Prepares, then generates up to `steps` tokens for every active row without returning to the host."""
+    state = prepare(state, plan, poison=poison)
+    tables = state.tables
+
+    def one(cache: StateCache, rows: RowState) -> tuple[StateCache, RowState, Outcome]:
+        ids = {g.name: token_rows(g, tables, rows) for g in spec.groups}
+        hidden, cache = model.decode(rows.token, rows.position, ids, cache)
+        rows = rows.replace(position=rows.position + rows.active)
+        rows, outcome = _advance(rows, model.logits(hidden), rows.active)
+        return cache, rows, outcome
+
+    n = spec.rows
+    blank = Outcome(
+        *(jnp.zeros((steps, n), t) for t in (jnp.int32, jnp.float32, jnp.bool_, jnp.bool_))
+    )
+
+    def body(carry):
+        step, cache, rows, outcome = carry
+        cache, rows, new = one(cache, rows)
+        outcome = jax.tree.map(
+            lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, step, 0), outcome, new
+        )
+        return step + 1, cache, rows, outcome
+
+    def more(carry):
+        # When every row has ended there is nothing to wait for; a plan without live rows costs its preparation alone.
+        return (carry[0] < steps) & carry[2].active.any()
+
+    _, cache, rows, outcome = lax.while_loop(
+        more, body, (jnp.int32(0), state.cache, state.rows, blank)
+    )
+    return EngineState(tables, cache, rows), outcome
+
+
+def packed_rows(
+    spec: CacheSpec,
+    group: GroupSpec,
+    tables: BlockTables,
+    prefill: Prefill,
+    ends: Int32[Array, "rows"],
+) -> Rows:
+    """Where each row's chunk starts from and leaves its state; a group with a block size also stores every boundary."""
+    live = ends > prefill.starts
+    read = tables.lookup(
+        group.name, _column(group, prefill.starts - 1), live & (prefill.starts > 0)
+    )
+    write = tables.lookup(group.name, _column(group, ends - 1), live)
+    if group.block_size is None:
+        none = jnp.zeros((spec.rows, 0), jnp.int32)
+        return Rows(prefill.offsets, read, write, none, none)
+    most = min(spec.capacity(group.name), -(-prefill.tokens.shape[0] // group.block_size))
+    first = prefill.starts // group.block_size
+    ids, positions = [], []
+    for i in range(most):
+        boundary = (first + i + 1) * group.block_size
+        # The last boundary is the write itself when the chunk ends on it.
+        inside = live & (boundary < ends)
+        ids.append(tables.lookup(group.name, first + i, inside))
+        positions.append(jnp.where(inside, boundary - prefill.starts, 0))
+    return Rows(prefill.offsets, read, write, jnp.stack(ids, 1), jnp.stack(positions, 1))
+
+
+def token_rows(group: GroupSpec, tables: BlockTables, rows: RowState) -> RowIds:
+    """The blocks that each row's next token reads and writes; null for rows that are not active."""
+    return RowIds(
+        tables.lookup(
+            group.name, _column(group, rows.position - 1), rows.active & (rows.position > 0)
+        ),
+        tables.lookup(group.name, _column(group, rows.position), rows.active),
+    )
+
+
+def _column(group: GroupSpec, position: Array) -> Array:
+    if group.block_size is None:
+        return jnp.zeros_like(position)
+    return jnp.maximum(position, 0) // group.block_size
+
+
+def _advance(rows: RowState, logits: Array, sampled: Array) -> tuple[RowState, Outcome]:
+    """Samples the next token of the marked rows and ends those that stop; all others stay as they are."""
+    token, logprob, finite = sample(logits, rows.sampling, rows.position)
+    made, bad = sampled & finite, sampled & ~finite
+    left = jnp.where(made, rows.left - 1, rows.left)
+    stopped = (token[:, None] == rows.stop_ids).any(axis=1)
+    active = jnp.where(sampled, finite & ~stopped & (left > 0), rows.active)
+    after = rows.replace(token=jnp.where(made, token, rows.token), left=left, active=active)
+    return after, Outcome(jnp.where(made, token, 0), jnp.where(made, logprob, 0.0), made, bad)
