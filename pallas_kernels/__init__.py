@@ -1,1 +1,33 @@
-"""Kernels."""
+"""Recurrences over pools of state blocks: arrays in, arrays out.
+
+All prefill ops share one contract: tokens of several rows packed after one another, a pool leaf
+`[layers, blocks, ...]` with the layer's index, and `Rows`, which says what each row reads and writes.
+The step ops are the same for one token a row. `implementation` is None (choose), "xla" or
+"reference".
+"""
+
+from pallas_kernels.blocks import copy_blocks, fill_blocks, read_blocks, write_blocks
+from pallas_kernels.ops import (
+    causal_conv,
+    conv_step,
+    mamba2_step,
+    selective_scan,
+    selective_step,
+    ssd,
+)
+from pallas_kernels.rows import RowIds, Rows
+
+__all__ = [
+    "RowIds",
+    "Rows",
+    "causal_conv",
+    "conv_step",
+    "copy_blocks",
+    "fill_blocks",
+    "mamba2_step",
+    "read_blocks",
+    "selective_scan",
+    "selective_step",
+    "ssd",
+    "write_blocks",
+]

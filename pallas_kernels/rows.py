@@ -5,6 +5,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+CHUNK = 64
+"""Tokens of one scan chunk: a row cut at a multiple of it gives the same bits as a row read whole."""
+
 
 class Rows(NamedTuple):
     """Rows of a packed ragged call: row `r` owns tokens `offsets[r]:offsets[r + 1]`.

@@ -1,11 +1,13 @@
 """The chunk grid: packed ragged tokens laid out in chunks aligned to each row's own start."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels.rows import Rows, lengths, token_rows
+from pallas_kernels.rows import Rows, lengths, token_rows, writes
 
 
 class Grid(NamedTuple):
@@ -53,3 +55,64 @@ def to_packed(values: Shaped[Array, "C Q ..."], grid: Grid) -> Shaped[Array, "T 
     packed = flat.at[grid.slot].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     live = grid.live.reshape((-1,) + (1,) * (packed.ndim - 1))
     return jnp.where(live, packed, jnp.zeros((), packed.dtype))
+
+
+def chain(
+    grid: Grid,
+    decay: Float[Array, "C ..."],
+    own: Float[Array, "C ..."],
+    initial: Float[Array, "R ..."],
+) -> tuple[Float[Array, "C ..."], Float[Array, "C ..."]]:
+    """States at the start and at the end of each chunk: `end = decay * start + own`.
+
+    One chunk after the other, so that the bits do not depend on where a prompt was split.
+    """
+
+    def advance(state, chunk):
+        row, first, decay, own = chunk
+        start = jnp.where(first, initial[row], state)
+        end = decay * start + own
+        return end, (start, end)
+
+    _, states = lax.scan(advance, jnp.zeros_like(initial[0]), (grid.row, grid.first, decay, own))
+    return states
+
+
+def last_chunks(grid: Grid, rows: Rows, chunk: int) -> Int[Array, "R"]:
+    """The chunk that holds each row's last token; some chunk for a row without tokens."""
+    last = grid.start + (jnp.maximum(lengths(rows), 1) - 1) // chunk
+    return jnp.minimum(last, grid.row.shape[0] - 1)
+
+
+class Places(NamedTuple):
+    """Where checkpoints lie on the grid, one after the other."""
+
+    chunk: Int[Array, "R*M"]
+    mask: Bool[Array, "R*M Q"]  # the slots of the chunk up to the checkpoint
+    whole: Bool[Array, "R*M"]  # nothing of the row follows in the chunk
+    asked: Bool[Array, "R*M"]
+
+
+def checkpoint_places(grid: Grid, rows: Rows, chunk: int) -> Places:
+    """Places of `rows.checkpoint_positions`; those that are not asked for lie anywhere."""
+    length = lengths(rows)[:, None]
+    position = jnp.clip(rows.checkpoint_positions, 1, jnp.maximum(length, 1))
+    index = jnp.minimum(grid.start[:, None] + (position - 1) // chunk, grid.row.shape[0] - 1)
+    taken = (position - 1) % chunk + 1
+    mask = jnp.arange(chunk) < taken[..., None]
+    whole = (taken == chunk) | (position == length)
+    asked = writes(rows)[1] != 0
+    return Places(index.ravel(), mask.reshape((-1, chunk)), whole.ravel(), asked.ravel())
+
+
+def select_checkpoints(
+    places: Places, ends: Float[Array, "C ..."], inside: Callable[[], Float[Array, "R*M ..."]]
+) -> Float[Array, "R*M ..."]:
+    """States at the checkpoints: the carried one at a chunk's end, else from `inside`.
+
+    `inside` runs only if a checkpoint lies within a chunk.
+    """
+    carried = ends[places.chunk]
+    needed = jnp.any(places.asked & ~places.whole)
+    states = lax.cond(needed, inside, lambda: carried)
+    return jnp.where(places.whole.reshape((-1,) + (1,) * (carried.ndim - 1)), carried, states)

@@ -13,10 +13,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import rows as row_lib
 from pallas_kernels.blocks import read_blocks, write_blocks
-from pallas_kernels.rows import Rows
-from pallas_kernels.xla.grid import Grid, chunk_grid, to_grid, to_packed
+from pallas_kernels.rows import Rows, writes
+from pallas_kernels.xla.gates import step_size
+from pallas_kernels.xla.grid import (
+    chain,
+    checkpoint_places,
+    chunk_grid,
+    last_chunks,
+    select_checkpoints,
+    to_grid,
+    to_packed,
+)
 
 # Above this many chunks a sequence's chunk-to-chunk decay matrix costs more than a scan.
 _MATRIX_CHUNKS = 64
@@ -100,8 +108,8 @@ def _pair_decays(log: LogDecay) -> Float[Array, "... Q Q"]:
     """Decay from after token j through token i, 0 where j comes after i."""
     size = log.fine.shape[-1]
     causal = jnp.arange(size)[:, None] >= jnp.arange(size)
-    log = log.map(lambda v: v[..., :, None]).since(log.map(lambda v: v[..., None, :]))
-    return jnp.exp(jnp.where(causal, log, -jnp.inf))
+    between = log.map(lambda v: v[..., :, None]).since(log.map(lambda v: v[..., None, :]))
+    return jnp.exp(jnp.where(causal, between, -jnp.inf))
 
 
 def _chunk_states(
@@ -196,40 +204,6 @@ def ssd_dense(
     return y.reshape((batch, -1, heads, width))[:, :length].astype(x.dtype), final
 
 
-def step_size(
-    dt: Float[Array, "... H"], dt_bias: Float[Array, "H"] | None, dt_limit: tuple[float, float]
-) -> Float[Array, "... H"]:
-    """`clip(softplus(dt + dt_bias), *dt_limit)` in float32."""
-    dt = dt.astype(jnp.float32)
-    dt = jax.nn.softplus(dt if dt_bias is None else dt + dt_bias.astype(jnp.float32))
-    return dt if dt_limit == (0.0, float("inf")) else jnp.clip(dt, *dt_limit)
-
-
-def _checkpoints(grid: Grid, rows: Rows, x, dt, A, B, starts, ends) -> Float[Array, "R M H P N"]:
-    """States after each checkpoint's position; on the chunk grid they are the carried state."""
-    count, per_row = rows.checkpoint_ids.shape
-    size = x.shape[1]
-    length = row_lib.lengths(rows)[:, None]
-    position = jnp.clip(rows.checkpoint_positions, 1, jnp.maximum(length, 1))
-    chunk = (grid.start[:, None] + (position - 1) // size).ravel()
-    taken = ((position - 1) % size + 1).ravel()
-    whole = (taken == size) | (position == length).ravel()
-
-    def inside(_):
-        part = jnp.where(jnp.arange(size)[:, None] < taken[:, None, None], dt[chunk], 0)
-        log_decay = log_decays(part, A)
-        states = _chunk_states(x[chunk], part, log_decay, B[chunk])
-        return jnp.exp(log_decay.total()[:, -1])[..., None, None] * starts[chunk] + states
-
-    carried = ends[chunk]
-    asked = (row_lib.writes(rows)[1] != 0).ravel()
-    needed = jnp.any(asked & ~whole)
-    states = jnp.where(
-        whole[:, None, None, None], carried, lax.cond(needed, inside, lambda _: carried, None)
-    )
-    return states.reshape((count, per_row, *states.shape[1:]))
-
-
 def ssd(
     x: Float[Array, "T H P"],
     dt: Float[Array, "T H"],
@@ -248,34 +222,33 @@ def ssd(
     """`pallas_kernels.ssd` in XLA."""
     grid = chunk_grid(rows, x.shape[0], chunk)
     A = A.astype(jnp.float32)
-    steps = step_size(dt, dt_bias, dt_limit)
     x_, B_, C_ = (to_grid(v.astype(jnp.float32), grid) for v in (x, B, C))
-    dt_ = to_grid(steps, grid)
-    log_decay = log_decays(dt_, A)
-    own = _chunk_states(x_, dt_, log_decay, B_)
+    dt_ = to_grid(step_size(dt, dt_bias, dt_limit), grid)
     initial = read_blocks(states, layer, rows.read_ids).astype(jnp.float32)
 
-    # One chunk after the other, so that the bits do not depend on where a prompt was split.
-    def advance(state, chunk_):
-        row, first, decay, own = chunk_
-        start = jnp.where(first, initial[row], state)
-        end = decay[:, None, None] * start + own
-        return end, (start, end)
+    def advance(dt, B, x):
+        """Decay of a chunk's start and what its own tokens add, at its end."""
+        log_decay = log_decays(dt, A)
+        decay = jnp.exp(log_decay.total()[:, -1])[..., None, None]
+        return log_decay, decay, _chunk_states(x, dt, log_decay, B)
 
-    decay = jnp.exp(log_decay.total()[:, -1])
-    _, (starts, ends) = lax.scan(
-        advance, jnp.zeros_like(initial[0]), (grid.row, grid.first, decay, own)
-    )
+    log_decay, decay, own = advance(dt_, B_, x_)
+    starts, ends = chain(grid, decay, own, initial)
     y = to_packed(_chunk_outputs(x_, dt_, log_decay, B_, C_, starts), grid)
     if skip is not None:
-        own_input = skip.astype(jnp.float32)[:, None] * x.astype(jnp.float32)
-        y = jnp.where(grid.live[:, None, None], y + own_input, 0)
+        y = y + skip.astype(jnp.float32)[:, None] * x.astype(jnp.float32)
+        y = jnp.where(grid.live[:, None, None], y, 0)
 
-    write_ids, checkpoint_ids = row_lib.writes(rows)
-    last = grid.start + (jnp.maximum(row_lib.lengths(rows), 1) - 1) // chunk
-    ids, values = write_ids, ends[jnp.minimum(last, ends.shape[0] - 1)]
+    write_ids, checkpoint_ids = writes(rows)
+    ids, values = write_ids, ends[last_chunks(grid, rows, chunk)]
     if rows.checkpoint_ids.shape[1]:
-        points = _checkpoints(grid, rows, x_, dt_, A, B_, starts, ends)
+        places = checkpoint_places(grid, rows, chunk)
+
+        def inside():
+            part = jnp.where(places.mask[:, :, None], dt_[places.chunk], 0)
+            _, decay, own = advance(part, B_[places.chunk], x_[places.chunk])
+            return decay * starts[places.chunk] + own
+
         ids = jnp.concatenate([ids, checkpoint_ids.ravel()])
-        values = jnp.concatenate([values, points.reshape((-1, *values.shape[1:]))])
+        values = jnp.concatenate([values, select_checkpoints(places, ends, inside)])
     return y.astype(x.dtype), write_blocks(states, layer, ids, values)

@@ -1,0 +1,320 @@
+"""The public ops: check the shapes, choose an implementation, run it."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import check_shapes, check_types, run
+from pallas_kernels.rows import Rows
+
+Layer = int | Int[Array, ""]
+NO_LIMIT = (0.0, float("inf"))
+
+
+def _floats(op: str, **operands: tuple[Any, str]) -> tuple[dict[str, Any], dict[str, int]]:
+    """The arrays of `name=(array, shape)` and the sizes of their dimensions, checked."""
+    arrays = {name: array for name, (array, _) in operands.items()}
+    sizes = check_shapes(op, **operands)
+    check_types(op, jnp.floating, **arrays)
+    return arrays, sizes
+
+
+def _ids(op: str, count: int, read_ids, write_ids) -> dict[str, Int[Array, "R"]]:
+    """The checked ids of a step op's `count` rows."""
+    ids = {"read_ids": read_ids, "write_ids": write_ids}
+    for name, array in ids.items():
+        if jnp.shape(array) != (count,):
+            raise ValueError(
+                f"{op}: {name} must have shape [R] = [{count}], got {jnp.shape(array)}"
+            )
+    check_types(op, jnp.integer, **ids)
+    return ids
+
+
+def _check_rows(op: str, rows: Rows) -> None:
+    check_shapes(
+        op,
+        read_ids=(rows.read_ids, "R"),
+        write_ids=(rows.write_ids, "R"),
+        offsets=(rows.offsets, "R+1"),
+        checkpoint_ids=(rows.checkpoint_ids, "R M"),
+        checkpoint_positions=(rows.checkpoint_positions, "R M"),
+    )
+    check_types(op, jnp.integer, **rows._asdict())
+
+
+def _check_activation(op: str, activation: str | None) -> None:
+    if activation not in (None, "silu"):
+        raise ValueError(f"{op}: unknown activation {activation!r}; use 'silu' or None")
+
+
+def _check_groups(op: str, heads: int, groups: int) -> None:
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{op}: {heads} heads cannot be shared evenly by {groups} groups")
+
+
+def _check_limit(op: str, dt_limit: tuple[float, float]) -> tuple[float, float]:
+    low, high = (float(bound) for bound in dt_limit)
+    if not 0.0 <= low <= high:
+        raise ValueError(f"{op}: dt_limit must satisfy 0 <= low <= high, got ({low}, {high})")
+    return low, high
+
+
+def _layer(layer: Layer) -> Int[Array, ""]:
+    # An array whatever it was, so that a Python int does not make another trace.
+    return jnp.asarray(layer, jnp.int32)
+
+
+def causal_conv(
+    x: Float[Array, "T D"],
+    weight: Float[Array, "K D"],
+    bias: Float[Array, "D"] | None,
+    windows: Float[Array, "layers blocks K-1 D"],
+    layer: Layer,
+    rows: Rows,
+    *,
+    activation: str | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T D"], Float[Array, "layers blocks K-1 D"]]:
+    """Causal depthwise convolution of packed rows, then `activation` ("silu" or None).
+
+    `weight[K - 1]` weighs the newest input. A row's state is its last K - 1 inputs, oldest first.
+    Arithmetic is float32; `y` has the dtype of `x`. Returns `(y, windows)`.
+
+    Raises ValueError for shapes that do not fit, an unknown activation or implementation, and
+    TypeError for dtypes.
+    """
+    op = "causal_conv"
+    operands, _ = _floats(
+        op,
+        x=(x, "T D"),
+        weight=(weight, "K D"),
+        bias=(bias, "D"),
+        windows=(windows, "_ _ K-1 D"),
+    )
+    _check_rows(op, rows)
+    _check_activation(op, activation)
+    operands |= {"layer": _layer(layer), "rows": rows}
+    return run(op, implementation, operands, activation=activation)
+
+
+def selective_scan(
+    x: Float[Array, "T D"],
+    dt: Float[Array, "T D"],
+    A: Float[Array, "D N"],
+    B: Float[Array, "T N"],
+    C: Float[Array, "T N"],
+    skip: Float[Array, "D"] | None,
+    z: Float[Array, "T D"] | None,
+    dt_bias: Float[Array, "D"] | None,
+    states: Float[Array, "layers blocks N D"],
+    layer: Layer,
+    rows: Rows,
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T D"], Float[Array, "layers blocks N D"]]:
+    """Mamba's selective scan of packed rows (Gu & Dao 2023, arXiv:2312.00752).
+
+    With `dt = softplus(dt + dt_bias)`: `h = exp(dt A) h + dt B x`, `y = C h + skip x`, times
+    `silu(z)` if `z` is given. Arithmetic is float32; `y` has the dtype of `x`. Splitting a row over
+    calls at multiples of 64 tokens gives the same bits under jit if `states` is float32. Returns
+    `(y, states)`.
+
+    Raises ValueError for shapes that do not fit or an unknown implementation, and TypeError for
+    dtypes.
+    """
+    op = "selective_scan"
+    operands, _ = _floats(
+        op,
+        x=(x, "T D"),
+        dt=(dt, "T D"),
+        A=(A, "D N"),
+        B=(B, "T N"),
+        C=(C, "T N"),
+        skip=(skip, "D"),
+        z=(z, "T D"),
+        dt_bias=(dt_bias, "D"),
+        states=(states, "_ _ N D"),
+    )
+    _check_rows(op, rows)
+    return run(op, implementation, operands | {"layer": _layer(layer), "rows": rows})
+
+
+def ssd(
+    x: Float[Array, "T H P"],
+    dt: Float[Array, "T H"],
+    A: Float[Array, "H"],
+    B: Float[Array, "T G N"],
+    C: Float[Array, "T G N"],
+    skip: Float[Array, "H"] | None,
+    dt_bias: Float[Array, "H"] | None,
+    states: Float[Array, "layers blocks H P N"],
+    layer: Layer,
+    rows: Rows,
+    *,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    chunk: int = 64,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T H P"], Float[Array, "layers blocks H P N"]]:
+    """Mamba-2's state space duality over packed rows (Dao & Gu 2024, arXiv:2405.21060).
+
+    With `dt = clip(softplus(dt + dt_bias), *dt_limit)`, per head `h = exp(dt A) h + dt x B` and
+    `y = h C + skip x`; heads `g H / G` to `(g + 1) H / G` share `B` and `C` of group `g`. Arithmetic
+    is float32; `y` has the dtype of `x`. Splitting a row over calls at multiples of `chunk` gives
+    the same bits under jit if `states` is float32. Returns `(y, states)`.
+
+    Raises ValueError for shapes or options that do not fit or an unknown implementation, and
+    TypeError for dtypes.
+    """
+    op = "ssd"
+    operands, _ = _floats(
+        op,
+        x=(x, "T H P"),
+        dt=(dt, "T H"),
+        A=(A, "H"),
+        B=(B, "T G N"),
+        C=(C, "T G N"),
+        skip=(skip, "H"),
+        dt_bias=(dt_bias, "H"),
+        states=(states, "_ _ H P N"),
+    )
+    _check_rows(op, rows)
+    _check_groups(op, x.shape[1], B.shape[1])
+    dt_limit = _check_limit(op, dt_limit)
+    if chunk < 1:
+        raise ValueError(f"{op}: chunk must be at least 1, got {chunk}")
+    operands |= {"layer": _layer(layer), "rows": rows}
+    return run(op, implementation, operands, dt_limit=dt_limit, chunk=chunk)
+
+
+def conv_step(
+    x: Float[Array, "R D"],
+    weight: Float[Array, "K D"],
+    bias: Float[Array, "D"] | None,
+    windows: Float[Array, "layers blocks K-1 D"],
+    layer: Layer,
+    read_ids: Int[Array, "R"],
+    write_ids: Int[Array, "R"],
+    *,
+    activation: str | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks K-1 D"]]:
+    """`causal_conv` of one token a row. Returns `(y, windows)`.
+
+    Raises ValueError for shapes that do not fit, an unknown activation or implementation, and
+    TypeError for dtypes.
+    """
+    op = "conv_step"
+    operands, sizes = _floats(
+        op,
+        x=(x, "R D"),
+        weight=(weight, "K D"),
+        bias=(bias, "D"),
+        windows=(windows, "_ _ K-1 D"),
+    )
+    _check_activation(op, activation)
+    operands |= {"layer": _layer(layer), **_ids(op, sizes["R"], read_ids, write_ids)}
+    return run(op, implementation, operands, activation=activation)
+
+
+def selective_step(
+    x: Float[Array, "R D"],
+    dt: Float[Array, "R D"],
+    A: Float[Array, "D N"],
+    B: Float[Array, "R N"],
+    C: Float[Array, "R N"],
+    skip: Float[Array, "D"] | None,
+    z: Float[Array, "R D"] | None,
+    dt_bias: Float[Array, "D"] | None,
+    states: Float[Array, "layers blocks N D"],
+    layer: Layer,
+    read_ids: Int[Array, "R"],
+    write_ids: Int[Array, "R"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks N D"]]:
+    """`selective_scan` of one token a row (arXiv:2312.00752). Returns `(y, states)`.
+
+    Raises ValueError for shapes that do not fit or an unknown implementation, and TypeError for
+    dtypes.
+    """
+    op = "selective_step"
+    operands, sizes = _floats(
+        op,
+        x=(x, "R D"),
+        dt=(dt, "R D"),
+        A=(A, "D N"),
+        B=(B, "R N"),
+        C=(C, "R N"),
+        skip=(skip, "D"),
+        z=(z, "R D"),
+        dt_bias=(dt_bias, "D"),
+        states=(states, "_ _ N D"),
+    )
+    operands |= {"layer": _layer(layer), **_ids(op, sizes["R"], read_ids, write_ids)}
+    return run(op, implementation, operands)
+
+
+def mamba2_step(
+    xbc: Float[Array, "R DC"],
+    dt: Float[Array, "R H"],
+    conv_weight: Float[Array, "K DC"],
+    conv_bias: Float[Array, "DC"] | None,
+    A: Float[Array, "H"],
+    skip: Float[Array, "H"] | None,
+    dt_bias: Float[Array, "H"] | None,
+    windows: Float[Array, "layers blocks K-1 DC"],
+    states: Float[Array, "layers blocks H P N"],
+    layer: Layer,
+    read_ids: Int[Array, "R"],
+    write_ids: Int[Array, "R"],
+    *,
+    n_groups: int,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    activation: str | None = "silu",
+    implementation: str | None = None,
+) -> tuple[
+    Float[Array, "R H P"],
+    Float[Array, "layers blocks K-1 DC"],
+    Float[Array, "layers blocks H P N"],
+]:
+    """`conv_step`, then `ssd`, of one token a row (arXiv:2405.21060).
+
+    `xbc` holds `x` (H P), `B` (G N) and `C` (G N) side by side, before the convolution. Returns
+    `(y, windows, states)`.
+
+    Raises ValueError for shapes or options that do not fit or an unknown implementation, and
+    TypeError for dtypes.
+    """
+    op = "mamba2_step"
+    operands, sizes = _floats(
+        op,
+        xbc=(xbc, "R DC"),
+        dt=(dt, "R H"),
+        conv_weight=(conv_weight, "K DC"),
+        conv_bias=(conv_bias, "DC"),
+        A=(A, "H"),
+        skip=(skip, "H"),
+        dt_bias=(dt_bias, "H"),
+        windows=(windows, "_ _ K-1 DC"),
+        states=(states, "_ _ H P N"),
+    )
+    _check_groups(op, sizes["H"], n_groups)
+    channels = sizes["H"] * sizes["P"] + 2 * n_groups * sizes["N"]
+    if channels != sizes["DC"]:
+        raise ValueError(
+            f"{op}: xbc must have H P + 2 G N = {channels} channels for {sizes['H']} heads of"
+            f" {sizes['P']}, {n_groups} groups and state size {sizes['N']}, got {sizes['DC']}"
+        )
+    _check_activation(op, activation)
+    dt_limit = _check_limit(op, dt_limit)
+    operands |= {"layer": _layer(layer), **_ids(op, sizes["R"], read_ids, write_ids)}
+    return run(
+        op,
+        implementation,
+        operands,
+        n_groups=n_groups,
+        dt_limit=dt_limit,
+        activation=activation,
+    )
