@@ -162,7 +162,7 @@ class CausalLM(nnx.Module):
         for i, layer in enumerate(self.blocks):
             residual, pools = block(layer, residual, pools, np.int32(i), rows[self.GROUP])
         hidden = self.norm(residual)
-        return hidden, cache.replace(groups={**cache.groups, self.GROUP: pools})
+        return hidden, StateCache({**cache.groups, self.GROUP: pools})
 
     @property
     def parameters(self) -> int:
