@@ -15,6 +15,7 @@ import json
 import lzma
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,11 @@ WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# Invisible characters go; dashes, quotes and dots become the ASCII that most books use.
 _CHARACTERS = str.maketrans(
-    {"\ufeff": "", "\xad": "", "\xa0": " ", "\u200a": " ", "‐": "-", "‑": "-", "–": "-", "—": "--"}
-    | {"´": "'", "`": "'", "…": "...", "ſ": "s", "_": "", "*": "", "\t": " ", "\r": ""}
+    {"\ufeff": "", "\xad": "", "\xa0": " ", "\u200a": " ", "\t": " ", "\r": "", "_": "", "*": ""}
+    | {"\u2010": "-", "\u2011": "-", "\u2013": "-", "\u2014": "--", "\u2026": "..."}
+    | {"\xb4": "'", "`": "'", "\u017f": "s"}
 )
 _NUMERAL = r"(?:[ivxlcdm]+|\d+|the [a-z]+|[a-z]+)"
 _HEADING = re.compile(
@@ -56,10 +59,11 @@ def clean_document(text: str) -> str:
     """Returns plain paragraphs: no markup, headings or hard line wraps; one blank line between."""
     lines = [_clean_line(line) for line in html.unescape(text).split("\n")]
     width = _wrap_width(lines)
-    blank_lines_separate = sum(not line for line in lines) > len(lines) / 12
+    breaks = sum(bool(line) and not before for before, line in pairwise(["", *lines]))
+    blank_lines_separate = breaks > sum(map(bool, lines)) / 12
     paragraphs: list[str] = []
     fresh = True
-    for before, line in zip(["", *lines], lines, strict=False):
+    for before, line in pairwise(["", *lines]):
         if not line or _HEADING.fullmatch(line):
             fresh = True
         elif fresh:
@@ -67,8 +71,8 @@ def clean_document(text: str) -> str:
             fresh = False
         elif _is_wrapped(before, line, width):
             paragraphs[-1] += " " + line
-        elif blank_lines_separate:
-            paragraphs[-1] += "\n" + line
+        elif blank_lines_separate and len(before) < 70:
+            paragraphs[-1] += "\n" + line  # verse
         else:
             paragraphs.append(line)
     return "\n\n".join(paragraphs)
