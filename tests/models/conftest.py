@@ -22,7 +22,10 @@ class Folder:
 
     def write(self):
         (self.path / "config.json").write_text(json.dumps(self.config))
-        save_file({k: np.ascontiguousarray(v) for k, v in self.weights.items()}, self.path / "model.safetensors")
+        save_file(
+            {k: np.ascontiguousarray(v) for k, v in self.weights.items()},
+            self.path / "model.safetensors",
+        )
         return self.path
 
     def write_shards(self, count=3):
@@ -56,7 +59,9 @@ def bfloat16_folder(folder):
     """A folder whose matrices are bfloat16 and whose recurrence parameters are float32, as many published ones."""
     made = folder("mamba2_groups")
     made.weights = {
-        name: value if name.endswith(("A_log", ".D", "dt_bias")) else value.astype(ml_dtypes.bfloat16)
+        name: value
+        if name.endswith(("A_log", ".D", "dt_bias"))
+        else value.astype(ml_dtypes.bfloat16)
         for name, value in made.weights.items()
     }
     made.config["dtype"] = "bfloat16"

@@ -76,7 +76,11 @@ def test_no_weight_is_widened_for_its_matmul(variant):
         return model.logits(hidden), cache
 
     text = jax.jit(step).lower(model, new_cache(model)).as_text()
-    shapes = {leaf.shape for _, leaf in named_leaves(model) if leaf.ndim == 2 and leaf.dtype != jnp.float32}
+    shapes = {
+        leaf.shape
+        for _, leaf in named_leaves(model)
+        if leaf.ndim == 2 and leaf.dtype != jnp.float32
+    }
     dots = re.findall(r"stablehlo\.dot_general.*: \(tensor<([^>]*)>, tensor<([^>]*)>\)", text)
     weights = [right for _, right in dots if tuple(map(int, right.split("x")[:-1])) in shapes]
     assert len(weights) >= 3

@@ -29,7 +29,14 @@ def test_whole_prompts_packed_with_null_rows_and_padding(variant):
     prompts = [numbers[f"prompt_{i}"] for i in range(4)]
     assert [len(p) for p in prompts] == [150, 2, 45, 1]
     null, empty = (0, 0, [11, 12, 13]), (0, 7, [])
-    rows = [(0, 1, prompts[0]), null, (0, 2, prompts[1]), (0, 3, prompts[2]), empty, (0, 4, prompts[3])]
+    rows = [
+        (0, 1, prompts[0]),
+        null,
+        (0, 2, prompts[1]),
+        (0, 3, prompts[2]),
+        empty,
+        (0, 4, prompts[3]),
+    ]
     logits, cache = prefill(model, new_cache(model), rows, lead=2)
     for i, row in enumerate((0, 2, 3, 5)):
         assert_close(logits[row], numbers[f"logits_{i}"])
