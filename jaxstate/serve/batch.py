@@ -1,0 +1,104 @@
+"""The loop: lines in as the engine has room for them, rows out as soon as they are known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from jaxstate.errors import CapacityError, RequestError
+from jaxstate.request import Completion, Event, Request
+from jaxstate.serve.lines import Line, LineReader
+from jaxstate.serve.protocol import (
+    Job,
+    Refusal,
+    as_request_error,
+    encode_row,
+    error_row,
+    result_row,
+)
+from jaxstate.serve.report import Counts
+
+IDLE_WAIT_S = 0.2
+"""How long to wait for a line when nothing runs, before looking for signals again."""
+
+
+class Generates(Protocol):
+    """The part of the engine that the loop uses."""
+
+    def submit(self, request: Request) -> None: ...
+    def step(self) -> Iterable[Event]: ...
+
+
+@dataclasses.dataclass
+class Batch:
+    """One run over one input.
+
+    Args:
+      engine: what generates.
+      reader: where lines come from.
+      parse: makes a line a request, or says why not.
+      write: takes a row as one whole line.
+      window: lines to have under way at once; beyond it none is read.
+      pause: called between steps, with no row half written; may raise to stop the run.
+    """
+
+    engine: Generates
+    reader: LineReader
+    parse: Callable[[Line], Job | Refusal]
+    write: Callable[[bytes], None]
+    window: int
+    pause: Callable[[], None]
+    counts: Counts = dataclasses.field(default_factory=Counts)
+    jobs: dict[str, Job] = dataclasses.field(default_factory=dict)
+
+    def run(self) -> None:
+        """Read, generate and write until every line has its row."""
+        while self.jobs or not self.reader.ended:
+            self.pause()
+            self._fill()
+            if self.jobs:
+                for event in self.engine.step():
+                    self._take(event)
+
+    def _fill(self) -> None:
+        # Bounded, so that a long run of lines that fail does not keep the engine waiting.
+        for _ in range(self.window):
+            if len(self.jobs) >= self.window:
+                return
+            line = self.reader.next(timeout=0.0 if self.jobs else IDLE_WAIT_S)
+            if line is None:
+                return
+            self._begin(self.parse(line))
+
+    def _begin(self, job: Job | Refusal) -> None:
+        if isinstance(job, Job):
+            try:
+                self.engine.submit(job.request)
+            except (RequestError, CapacityError) as error:
+                job = Refusal(job.line, job.request.id, as_request_error(error))
+            else:
+                self.jobs[job.request.id] = job
+                return
+        self.counts.errors[job.error.code] += 1
+        self._write(error_row(job.line, job.id, job.error))
+
+    def _take(self, event: Event) -> None:
+        self.counts.completion_tokens += len(event.tokens)
+        if event.completion is not None:
+            self._end(self.jobs.pop(event.id), event.completion)
+
+    def _end(self, job: Job, completion: Completion) -> None:
+        counts = self.counts
+        counts.prompt_tokens += completion.prompt_tokens
+        counts.cached_tokens += completion.cached_tokens
+        if completion.error is not None:
+            counts.errors[completion.error.code] += 1
+        else:
+            counts.ok += 1
+            counts.first_token_sum_s += completion.first_token_s
+            counts.first_token_max_s = max(counts.first_token_max_s, completion.first_token_s)
+        self._write(result_row(job, completion))
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.write(encode_row(row))

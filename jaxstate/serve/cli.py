@@ -1,0 +1,168 @@
+"""Flags and exit codes. Nothing slow is imported before the command line is known to be right."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxstate.errors import JaxstateError
+from jaxstate.request import SamplingParams
+from jaxstate.serve import files, protocol
+from jaxstate.serve.batch import Batch
+from jaxstate.serve.flags import PROG, SIZES, batch_parser, info_parser
+from jaxstate.serve.lines import Line, LineReader
+from jaxstate.serve.report import Report, Summary
+from jaxstate.serve.signals import Interrupted, Interrupts
+
+OK, SOME_FAILED, USAGE, BROKEN, BROKEN_PIPE = 0, 1, 2, 4, 141
+
+
+def main(argv: list[str]) -> int:
+    """Run a command line and return its exit code."""
+    verb, rest = ("batch", argv)
+    if argv and argv[0] in VERBS:
+        verb, rest = argv[0], argv[1:]
+    parser, run = VERBS[verb]
+    options = parser().parse_args(rest)
+    try:
+        with Interrupts() as interrupts:
+            return run(options, interrupts)
+    except Interrupted as interrupted:
+        _complain(f"stopped by {interrupted}")
+        return interrupted.exit_code
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    except JaxstateError as error:
+        _complain(str(error))
+        return USAGE
+    except Exception as error:
+        if type(error).__name__ != "JaxRuntimeError" and not isinstance(error, OSError):
+            raise
+        hint = ""
+        if "RESOURCE_EXHAUSTED" in str(error):
+            hint = "\nThe device is out of memory; lower --rows or --chunk-tokens."
+        _complain(f"cannot go on: {error}{hint}")
+        return BROKEN
+
+
+def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
+    """Generate for every line of the input; return the exit code."""
+    sampling = _sampling(options)
+    with contextlib.ExitStack() as stack:
+        input_fd = files.open_input(options.input)
+        if options.stats is not None:
+            files.check_writable(options.stats, "the stats")
+        output = files.Output(options.output, input_fd=input_fd, overwrite=options.overwrite)
+        stack.callback(output.close)
+        if input_fd != files.STDIN:
+            stack.callback(os.close, input_fd)
+        report = Report(_progress_mode(options))
+        model = _load(options, report)
+        model.engine.compile()
+
+        reader = LineReader(input_fd)
+        parser = _Parser(options, report, sampling, model)
+        size = files.input_size(input_fd)
+
+        def pause() -> None:
+            interrupts.check()
+            share = min(1.0, reader.bytes_taken / size) if size else None
+            report.progress(batch.counts, len(batch.jobs), share)
+
+        batch = Batch(model.engine, reader, parser.parse, output.write, 2 * model.rows, pause)
+        if options.input == "-" and os.isatty(files.STDIN):
+            report.stage("input", "type prompts, one a line; Ctrl-D ends")
+        interrupts.deferred = True
+        begin = time.monotonic()
+        output.begin()
+        report.begin()
+        done = False
+        try:
+            batch.run()
+            done = True
+        except JaxstateError as error:  # a rule broken by the engine, not by the command line
+            _complain(f"cannot go on: {error}")
+            return BROKEN
+        finally:
+            report.end()
+            seconds = time.monotonic() - begin
+            summary = Summary(batch.counts, model.load_s, seconds, model.stats(), done)
+            for line in summary.lines():
+                report.say(line)
+            if options.stats is not None:
+                Path(options.stats).write_text(json.dumps(summary.as_dict(), indent=2) + "\n")
+    return SOME_FAILED if batch.counts.failed else OK
+
+
+def run_info(options: argparse.Namespace, interrupts: Interrupts) -> int:
+    """Print what a model keeps and how much of it fits; return the exit code."""
+    del interrupts
+    model = _load(options, Report("none"))
+    text = "".join(f"{name:<10}{text}\n" for name, text in model.describe())
+    os.write(files.STDOUT, text.encode())
+    return OK
+
+
+class _Parser:
+    """Reads lines in the format of the input, which the first of them may decide."""
+
+    def __init__(
+        self, options: argparse.Namespace, report: Report, sampling: SamplingParams, model: Any
+    ):
+        encode = None if model.tokenizer is None else model.tokenizer.encode
+        self._rules = protocol.Rules(sampling, options.logprobs, encode, model.vocab_size)
+        self._options, self._report = options, report
+        self._form: protocol.Plain | protocol.Text | None = None
+
+    def parse(self, line: Line) -> protocol.Job | protocol.Refusal:
+        if self._form is None:
+            name = self._options.input_format
+            if name == "auto":
+                name = protocol.guess_format(self._options.input, line.data)
+                self._report.stage("input", f"{self._options.input}, read as {name}")
+            self._form = protocol.FORMS[name](self._rules)
+        return self._form.parse(line)
+
+
+def _load(options: argparse.Namespace, report: Report) -> Any:
+    report.stage("loading", options.model)
+    # Here, not at the top: importing JAX takes seconds, and a wrong flag should not.
+    from jaxstate.serve import model as models
+
+    def say(line: str) -> None:
+        report.stage(*line.split(" ", 1))  # "compiling decode, …", "compiled decode, …: 6.2 s"
+
+    sizes = {name: getattr(options, name) for name in SIZES}
+    model = models.load(options.model, dtype=options.dtype, report=say, **sizes)
+    report.stage("loaded", f"{options.model}: {model.load_s:.1f} s")
+    return model
+
+
+def _progress_mode(options: argparse.Namespace) -> str:
+    # A live line and rows on one terminal would write over each other.
+    rows_on_terminal = options.output == "-" and os.isatty(files.STDOUT)
+    return "plain" if options.progress == "auto" and rows_on_terminal else options.progress
+
+
+def _sampling(options: argparse.Namespace) -> SamplingParams:
+    given = {name: getattr(options, name) for name in protocol.SAMPLING_FIELDS}
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+VERBS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[..., int]]] = {
+    "batch": (batch_parser, run_batch),
+    "info": (info_parser, run_info),
+}
+
+
+def _complain(message: str) -> None:
+    # Standard error may be a pipe that nobody reads any more.
+    with contextlib.suppress(OSError):
+        print(f"{PROG}: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,145 @@
+"""The flags of the command line and the help that teaches them."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxstate.request import SamplingParams
+from jaxstate.serve import protocol
+
+PROG = "python -m jaxstate.serve"
+SIZES = ("rows", "max_len", "chunk_tokens", "decode_steps")
+
+DESCRIPTION = """\
+Generate text for every line of a file. One line in, one row out, as soon as it is done.
+
+  python -m jaxstate.serve MODEL [options]         generate (also: ... batch MODEL)
+  python -m jaxstate.serve info MODEL [options]    show state layout and memory, generate nothing
+"""
+
+EXAMPLES = """\
+examples:
+  python -m jaxstate.serve demo -i examples/prompts.jsonl -o results.jsonl
+  python -m jaxstate.serve ./my-mamba -i prompts.jsonl --temperature 0.8 --seed 1 > results.jsonl
+  echo "Once upon a time" | python -m jaxstate.serve demo --max-tokens 32
+  python -m jaxstate.serve info demo --rows 64
+
+a line of input is JSON (or, with --input-format text, just the prompt):
+  {"prompt": "Once upon a time"}
+  {"id": "r-17", "prompt_ids": [5, 17, 3], "max_tokens": 64, "temperature": 0.7, "stop": ["\\n"]}
+  fields: id, prompt or prompt_ids, max_tokens, temperature, top_k, top_p, min_p, seed, stop,
+  ignore_eos, logprobs. What a line leaves out is taken from the flags. A line without an id gets
+  its line number as one; ids are strings and no two lines may share one.
+
+a row of output is JSON, in the order in which lines finish:
+  {"id": "r-17", "line": 2, "text": "…", "finish_reason": "stop" or "length",
+   "usage": {"prompt_tokens": 3, "completion_tokens": 41, "cached_tokens": 0}}
+  {"id": "18", "line": 18, "error": {"code": "too_long", "message": "…", "param": "prompt"}}
+  error codes: bad_json, bad_encoding, unknown_field, wrong_type, unsupported_value, missing_field,
+  empty_prompt, too_long, duplicate_id, no_tokenizer, non_finite.
+
+exit codes: 0 every line has its text; 1 some rows are errors; 2 wrong command line, model or file;
+  4 could not go on (disk full, device lost); 130, 143 interrupted; 141 nobody reads the output.
+  Rows written before an interruption are whole.
+"""
+
+
+def batch_parser() -> argparse.ArgumentParser:
+    """Return the flags of `batch`."""
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        usage=f"{PROG} [batch] MODEL [-i FILE] [-o FILE] [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_model(parser)
+    add = parser.add_argument_group("input and output").add_argument
+    add(
+        "-i",
+        "--input",
+        default="-",
+        metavar="FILE",
+        help="lines to read; - is standard input (default)",
+    )
+    add("--input-format", choices=("auto", *protocol.FORMS), default="auto",
+        help="auto looks at the file's name, then at its first line")  # fmt: skip
+    add(
+        "-o",
+        "--output",
+        default="-",
+        metavar="FILE",
+        help="rows to write; - is standard output (default)",
+    )
+    add("--overwrite", action="store_true", help="replace an output file that has something in it")
+    add(
+        "--logprobs",
+        action="store_true",
+        help="add the token ids and their log-probabilities to rows",
+    )
+    add("--progress", choices=("auto", "plain", "none"), default="auto",
+        help="on standard error: a live line on a terminal, else a plain one every few seconds")  # fmt: skip
+    add("--stats", metavar="FILE", help="write the summary as JSON")
+    add = parser.add_argument_group("sampling, where a line does not say").add_argument
+    default = SamplingParams()
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens to generate at most ({default.max_tokens})",
+    )
+    add("--temperature", type=float, metavar="T", help="0 takes the likeliest token (0)")
+    add("--top-k", type=int, metavar="K", help="keep only the K likeliest tokens; 0 keeps all (0)")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="keep the likeliest tokens up to this probability (1)",
+    )
+    add(
+        "--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest (0)"
+    )
+    add("--seed", type=int, metavar="N", help="draws depend on seed, id and position alone (0)")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    add("--ignore-eos", action="store_true", help="go on past the model's end token")
+    return parser
+
+
+def info_parser() -> argparse.ArgumentParser:
+    """Return the flags of `info`."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROG} info",
+        description="Show a model's state layout, bytes per sequence and the rows that fit.",
+        allow_abbrev=False,
+    )
+    _add_model(parser)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder with config.json, safetensors and tokenizer.json, "
+        "or demo for the small model that comes with jaxstate",
+    )  # fmt: skip
+    add = parser.add_argument_group(
+        "static sizes, chosen for the device where not given"
+    ).add_argument
+    add("--rows", type=_size, metavar="N", help="sequences in flight")
+    add("--max-len", type=_size, metavar="N", help="longest sequence, prompt and generated tokens")
+    add("--chunk-tokens", type=_size, metavar="N", help="prompt tokens that one step reads")
+    add(
+        "--decode-steps",
+        type=_size,
+        metavar="N",
+        help="tokens that each row generates in one dispatch",
+    )
+    add("--dtype", choices=("float32", "bfloat16", "float16"),
+        help="of weights and activations; recurrent state is float32 always")  # fmt: skip
+
+
+def _size(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value

@@ -1,0 +1,105 @@
+"""Loading a model for the command line; the one module of this package that imports JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxstate.engine import Engine
+from jaxstate.lm import LM
+from jaxstate.sizing import STATE_SHARE, Sizes, free_bytes
+from jaxstate.state.spec import GroupSpec, format_bytes
+from jaxstate.text import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model with its engine, not compiled yet."""
+
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    load_s: float
+
+    @property
+    def rows(self) -> int:
+        """Sequences in flight."""
+        return self.engine.spec.rows
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return, as name and text, what a person may want to know before a run."""
+        engine, spec, shape = self.engine, self.engine.spec, self.engine.shape
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.model))
+        tokenizer = "none" if self.tokenizer is None else f"{self.tokenizer.vocab_size:,} tokens"
+        return [
+            ("model", f"{self.name}, {type(engine.model).__name__}, {self.vocab_size:,} token ids"),
+            ("tokenizer", tokenizer),
+            ("weights", format_bytes(weights)),
+            ("device", jax.devices()[0].device_kind),
+            *[("group", _describe_group(group)) for group in spec.groups],
+            ("sequence", f"{format_bytes(spec.bytes_per_sequence)} of state, however short its text; "
+             f"up to {spec.max_len:,} tokens"),
+            ("rows", f"{spec.rows:,} in flight ({_fit(engine)})"),
+            ("program", f"prefill, {shape.chunk_tokens:,} tokens of up to {spec.rows:,} rows"),
+            ("program", f"decode, {spec.rows:,} rows x {engine.steps_per_dispatch} tokens"),
+        ]  # fmt: skip
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the engine tells of itself, ready for JSON."""
+        engine, spec, stats = self.engine, self.engine.spec, self.engine.stats
+        return {
+            "model": self.name,
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "sizes": {
+                "rows": spec.rows,
+                "max_len": spec.max_len,
+                "chunk_tokens": engine.shape.chunk_tokens,
+                "decode_steps": engine.steps_per_dispatch,
+            },
+            "blocks": {
+                name: {"peak": stats.peak_blocks[name], "pool": spec.blocks(name) - 1}
+                for name in spec.names
+            },
+            "engine": dataclasses.asdict(stats),
+        }
+
+
+def load(
+    name: str, *, dtype: str | None, report: Callable[[str], None], **sizes: int | None
+) -> Loaded:
+    """Load a model folder, or `demo`; the keywords are the fields of `Sizes`.
+
+    Raises:
+      CheckpointError: the folder is not a model that jaxstate can load.
+      SpecError: sizes that cannot be, or do not fit the device.
+    """
+    begin = time.monotonic()
+    lm = LM.load(name, dtype=dtype, sizes=Sizes(**sizes), report=report)
+    vocab_size = lm.model.config.vocab_size
+    return Loaded(name, lm.engine, lm.tokenizer, vocab_size, time.monotonic() - begin)
+
+
+def _describe_group(group: GroupSpec) -> str:
+    leaves = ", ".join(
+        f"{jax.tree_util.keystr(path, simple=True)} {list(leaf.shape)} {leaf.dtype}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(group.leaves)
+    )
+    size = "a sequence" if group.block_size is None else f"{group.block_size} tokens"
+    return (
+        f"{group.name}: {group.kind}, {group.layers} layers, "
+        f"{format_bytes(group.bytes_per_block)} a block, one block for {size} ({leaves})"
+    )
+
+
+def _fit(engine: Engine) -> str:
+    free = free_bytes(jax.devices()[0])
+    if free is None:
+        return "the device does not tell how many would fit"
+    fit = int(free * STATE_SHARE) // engine.spec.bytes_per_sequence - 1
+    return f"{format_bytes(free)} free, {max(fit, 0):,} would fit"

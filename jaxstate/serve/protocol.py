@@ -1,0 +1,289 @@
+"""What a line of input may say, and what a row of output says: the file contract.
+
+Every line of input gives exactly one row. A line that cannot be served gives an error row with a
+stable code; nothing in a line is ignored. Rows are strict JSON: a number that is not finite is
+null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from jaxstate.errors import CapacityError, RequestError
+from jaxstate.request import Completion, Request, SamplingParams
+from jaxstate.serve.lines import MAX_LINE, Line
+
+
+class PlainLine(msgspec.Struct, kw_only=True):
+    """The fields of a line of JSON; null is the same as left out."""
+
+    id: str | None = None
+    prompt: str | None = None
+    prompt_ids: list[int] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    logprobs: bool | None = None
+
+
+FIELDS = PlainLine.__struct_fields__
+SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name in FIELDS)
+
+_NAMES = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false"}
+_NAMES |= {"array": "a list", "object": "an object", "null": "null"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A line that became a request."""
+
+    line: int
+    request: Request
+    logprobs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A line that did not, and why."""
+
+    line: int
+    id: str
+    error: RequestError
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What lines are read against: defaults of this run and facts of its model."""
+
+    sampling: SamplingParams
+    logprobs: bool
+    encode: Callable[[str], list[int]] | None  # None: the model has no tokenizer
+    vocab_size: int
+
+
+class Plain:
+    """Lines of JSON, one object each."""
+
+    name = "jsonl"
+
+    def __init__(self, rules: Rules):
+        self._rules = rules
+        self._lines: dict[str, int] = {}  # by id; the one thing that grows with the file
+
+    def parse(self, line: Line) -> Job | Refusal:
+        """Return the request that a line asks for, or why it is refused."""
+        name = str(line.number)
+        try:
+            fields = _read_object(line)
+            if isinstance(given := fields.get("id"), str) and _is_text(given):
+                name = given
+            content = _read_fields(fields)
+            if (first := self._lines.setdefault(name, line.number)) != line.number:
+                raise RequestError("duplicate_id", f"id {name!r} is that of line {first} too", "id")
+            return _job(line, name, content, self._rules)
+        except RequestError as error:
+            return Refusal(line.number, name, error)
+
+
+class Text:
+    """Plain text, one prompt a line."""
+
+    name = "text"
+
+    def __init__(self, rules: Rules):
+        self._rules = rules
+
+    def parse(self, line: Line) -> Job | Refusal:
+        """Return the request of a line, or why it is refused."""
+        name = str(line.number)
+        try:
+            return _job(line, name, PlainLine(prompt=_decode(line)), self._rules)
+        except RequestError as error:
+            return Refusal(line.number, name, error)
+
+
+FORMS = {form.name: form for form in (Plain, Text)}
+
+
+def guess_format(name: str, first_line: bytes) -> str:
+    """Return the format of an input: by its name, else by how its first line begins."""
+    if name.endswith((".jsonl", ".ndjson", ".json")):
+        return Plain.name
+    if name.endswith(".txt"):
+        return Text.name
+    return Plain.name if first_line.lstrip().startswith(b"{") else Text.name
+
+
+def result_row(job: Job, completion: Completion) -> dict[str, Any]:
+    """Return the row of a request that ended, well or badly."""
+    if completion.error is not None:
+        return error_row(job.line, job.request.id, completion.error)
+    row = {
+        "id": job.request.id,
+        "line": job.line,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "usage": {
+            "prompt_tokens": completion.prompt_tokens,
+            "completion_tokens": len(completion.tokens),
+            "cached_tokens": completion.cached_tokens,
+        },
+    }
+    if job.logprobs:
+        row |= {"tokens": completion.tokens, "logprobs": completion.logprobs}
+    return row
+
+
+def error_row(line: int, name: str, error: RequestError) -> dict[str, Any]:
+    """Return the row of a line that failed."""
+    what = {"code": error.code, "message": error.message, "param": error.param}
+    return {"id": name, "line": line, "error": what}
+
+
+def encode_row(row: dict[str, Any]) -> bytes:
+    """Return a row as one line of strict JSON in UTF-8, with its newline."""
+    data = msgspec.json.encode(row)
+    # JSON allows these three in a string, but many a reader takes them for the end of a line.
+    for character in ("\x85", "\u2028", "\u2029"):
+        data = data.replace(character.encode(), f"\\u{ord(character):04x}".encode())
+    return data + b"\n"
+
+
+def as_request_error(error: RequestError | CapacityError) -> RequestError:
+    """Return an error as a row can carry it: what does not fit is too long."""
+    if isinstance(error, RequestError):
+        return error
+    return RequestError("too_long", str(error), "prompt")
+
+
+def _job(line: Line, name: str, content: PlainLine, rules: Rules) -> Job:
+    given = {field: getattr(content, field) for field in SAMPLING_FIELDS}
+    given = {field: value for field, value in given.items() if value is not None}
+    sampling = dataclasses.replace(rules.sampling, **given)
+    request = Request(name, tuple(_prompt(content, rules)), sampling)
+    logprobs = rules.logprobs if content.logprobs is None else content.logprobs
+    return Job(line.number, request, logprobs)
+
+
+def _prompt(content: PlainLine, rules: Rules) -> list[int]:
+    if content.prompt is not None and content.prompt_ids is not None:
+        raise RequestError(
+            "unsupported_value", "prompt and prompt_ids are both given; give one of them", "prompt"
+        )
+    if content.prompt_ids is not None:
+        for i, token in enumerate(content.prompt_ids):
+            if not 0 <= token < rules.vocab_size:
+                raise RequestError(
+                    "unsupported_value",
+                    f"prompt_ids[{i}] is {token}; the model's ids run from 0 to "
+                    f"{rules.vocab_size - 1}",
+                    "prompt_ids",
+                )
+        return content.prompt_ids
+    if content.prompt is None:
+        raise RequestError(
+            "missing_field", "there is no prompt; give prompt (a string) or prompt_ids", "prompt"
+        )
+    if rules.encode is None:
+        raise RequestError(
+            "no_tokenizer",
+            "the model has no tokenizer.json to read text with; give prompt_ids",
+            "prompt",
+        )
+    return rules.encode(content.prompt)
+
+
+def _decode(line: Line) -> str:
+    if line.cut:
+        raise RequestError("too_long", f"the line is longer than {MAX_LINE >> 20} MiB", None)
+    try:
+        return line.data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "bad_encoding", f"the line is not UTF-8: {error.reason} at byte {error.start + 1}"
+        ) from error
+
+
+def _read_object(line: Line) -> dict[str, Any]:
+    text = _decode(line)
+    try:
+        content = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise RequestError(
+            "bad_json", f"the line is not JSON: {error.msg} at column {error.colno}"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deep nesting
+        raise RequestError("bad_json", f"the line cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise RequestError("bad_json", 'the line is JSON, but not an object such as {"prompt": …}')
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise RequestError("bad_json", f"the key {twice!r} stands there twice", _printable(twice))
+    return content
+
+
+def _no_constant(name: str) -> None:
+    raise RequestError("bad_json", f"{name} is not JSON; numbers are finite")
+
+
+def _read_fields(fields: dict[str, Any]) -> PlainLine:
+    for name in fields:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(FIELDS)}"
+            raise RequestError("unknown_field", f"unknown field {name!r}; {hint}", _printable(name))
+    try:
+        content = msgspec.convert(fields, PlainLine)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error)) from error
+    for name in ("id", "prompt", "stop"):
+        value = getattr(content, name)
+        if not all(
+            _is_text(text) for text in (value if isinstance(value, list) else [value or ""])
+        ):
+            raise RequestError(
+                "bad_encoding", f"{name} has a lone surrogate, which is no character", name
+            )
+    return content
+
+
+def _wrong_type(message: str) -> RequestError:
+    match = re.fullmatch(r"Expected `(.+)`, got `(.+)` - at `\$\.((\w+).*)`", message)
+    if match is None:
+        return RequestError("wrong_type", message)
+    want, got, path, param = match.groups()
+    wants = [_NAMES.get(kind, kind) for kind in want.split(" | ") if kind != "null"]
+    return RequestError(
+        "wrong_type", f"{path} is {_NAMES.get(got, got)}; it must be {' or '.join(wants)}", param
+    )
+
+
+def _is_text(value: str) -> bool:
+    """Whether a string has no half of a surrogate pair, and so can be encoded."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _printable(value: str) -> str | None:
+    return value if _is_text(value) else None
