@@ -1,7 +1,7 @@
 """A state engine for Mamba-style language models, in JAX and Pallas.
 
-Start with `LM.load("demo").generate("Once upon a time")`; the parts that it is made of are values to build on: `CacheSpec`,
-`BlockPool`, `BlockTables`, `StateCache`, `Engine`.
+Start with `LM.load("demo").generate("Once upon a time")`; the parts that it is made of are values to
+build on: `CacheSpec`, `BlockPool`, `BlockTables`, `StateCache`, `Engine`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import jax
 _count = 0
 
 
-def _listen(event: str, duration: float, **_: object) -> None:
+def _listen(event: str, duration_secs: float, **_: object) -> None:
     global _count
     if event == "/jax/core/compile/backend_compile_duration":
         _count += 1

@@ -26,6 +26,7 @@ from jaxstate.request import MAX_STOP_IDS, Completion, Event, Request
 from jaxstate.scheduler import Planned, Schedule
 from jaxstate.sizing import Sizes, choose
 from jaxstate.state.cache import poison_by_default
+from jaxstate.state.spec import CacheSpec
 from jaxstate.step import EngineState, Outcome, decode_step, prefill_step
 from jaxstate.text import Tokenizer
 
@@ -119,15 +120,17 @@ class Engine:
         self._state: EngineState | None = None
 
     @property
-    def spec(self):
+    def spec(self) -> CacheSpec:
         return self.shape.spec
 
     @property
     def state(self) -> EngineState:
         """Tables, cache and rows on the device as of the last step; reading it waits for that step."""
-        if self._state is None:
-            self._state = jax.jit(lambda: EngineState.create(self.spec, poison=self.poison))()
-        return self._state
+        state = self._state
+        if state is None:
+            create = functools.partial(EngineState.create, self.spec, poison=self.poison)
+            state = self._state = jax.jit(create)()
+        return state
 
     @property
     def idle(self) -> bool:
@@ -265,7 +268,9 @@ class Engine:
         self.stats.wait_s += time.perf_counter() - begin
         events = []
         for row, running in enumerate(dispatched.planned.serves):
-            progress = None if running is None else self._progress.get(running.request.id)
+            if running is None:
+                continue
+            progress = self._progress.get(running.request.id)
             # A request that ended meanwhile is no longer known, or its id is another's by now.
             if progress is None or progress.request is not running.request:
                 continue

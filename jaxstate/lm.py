@@ -121,5 +121,5 @@ class LM:
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    many = list(prompts)
+    many: list[Any] = list(prompts)
     return [many] if many and isinstance(many[0], int) else many

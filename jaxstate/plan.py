@@ -8,6 +8,7 @@ left that can fail. An idle row, rank or engine runs an ordinary plan whose rows
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from flax import struct
@@ -18,6 +19,7 @@ from jaxstate.sampling import Sampling
 from jaxstate.state.pool import BlockPool
 from jaxstate.state.spec import NULL, CacheSpec
 from jaxstate.state.tables import Cells
+from jaxstate.typing import Bool, Int32
 
 HostTables = dict[str, np.ndarray]
 """The host's copy of the block tables, `int32[rows, capacity]` per group."""
@@ -43,34 +45,31 @@ class PlanShape:
         return max(self.spec.rows, self.spec.capacity(group))
 
 
-@struct.dataclass
-class Admission:
+class Admission(struct.PyTreeNode):
     """Settings of the rows that start with this plan; rows not marked in `rows` keep theirs."""
 
-    rows: np.ndarray  # bool[rows]
-    budget: np.ndarray  # int32[rows], tokens to generate
-    stop_ids: np.ndarray  # int32[rows, 2 * MAX_STOP_IDS], padded with -1, which is no token
+    rows: Bool[Any, "rows"]
+    budget: Int32[Any, "rows"]  # tokens to generate
+    stop_ids: Int32[Any, "rows n"]  # padded with -1, which is no token
     sampling: Sampling
 
 
-@struct.dataclass
-class Prefill:
+class Prefill(struct.PyTreeNode):
     """Prompt tokens of this step, packed row after row."""
 
-    tokens: np.ndarray  # int32[chunk_tokens]
-    offsets: np.ndarray  # int32[rows + 1]; row r has tokens offsets[r]:offsets[r + 1]
-    starts: np.ndarray  # int32[rows], position of the row's first token in its text
-    sample: np.ndarray  # bool[rows]: the row's prompt ends here
+    tokens: Int32[Any, "chunk_tokens"]
+    offsets: Int32[Any, "rows+1"]  # row r has tokens offsets[r]:offsets[r + 1]
+    starts: Int32[Any, "rows"]  # position of the row's first token in its text
+    sample: Bool[Any, "rows"]  # the row's prompt ends here
 
 
-@struct.dataclass
-class StepPlan:
+class StepPlan(struct.PyTreeNode):
     """What to do to tables, blocks and rows, and (in a prefill step) which prompt tokens to read.
 
     Order of effects: clear rows, write cells, zero blocks, copy blocks, then the forward pass.
     """
 
-    clear: np.ndarray  # bool[rows]
+    clear: Bool[Any, "rows"]
     cells: dict[str, Cells]
     zero: dict[str, np.ndarray]
     copies: dict[str, tuple[np.ndarray, np.ndarray]]

@@ -7,6 +7,7 @@ the same request draws the same tokens in any company.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,15 @@ from jax import lax
 from jaxstate.typing import Array, Bool, Float32, Int32, UInt32
 
 
-@struct.dataclass
-class Sampling:
+class Sampling(struct.PyTreeNode):
     """Sampling parameters of every row; the fields are those of `SamplingParams`, `request` a hash of the id."""
 
-    temperature: Float32[Array, "rows"]
-    top_k: Int32[Array, "rows"]
-    top_p: Float32[Array, "rows"]
-    min_p: Float32[Array, "rows"]
-    seed: UInt32[Array, "rows"]
-    request: UInt32[Array, "rows"]
+    temperature: Float32[Any, "rows"]
+    top_k: Int32[Any, "rows"]
+    top_p: Float32[Any, "rows"]
+    min_p: Float32[Any, "rows"]
+    seed: UInt32[Any, "rows"]
+    request: UInt32[Any, "rows"]
 
 
 def request_hash(request: str) -> int:

@@ -155,9 +155,9 @@ def plan_next(
         after, serves = _plan_prefill(stays, admits, plan, tuple(extra_stop_ids))
     else:
         after, serves = _plan_decode(stays, decode_steps)
-    for row in np.flatnonzero(plan.admission.rows).tolist():
-        for group, ids in after.pool.held[after.rows[row].request.id].items():
-            plan.freed[group][list(ids)] = False
+    for group, cells in plan.cells.items():
+        # Freed and handed out again in one plan: it is the new tenant's.
+        plan.freed[group][cells.ids] = False
     tables = check_plan(plan, schedule.shape, schedule.tables, after.pool, after.holders)
     after = dataclasses.replace(
         after, tables=tables, turn="decode" if kind == "prefill" else "prefill"
@@ -212,15 +212,15 @@ def _plan_prefill(
         left -= len(request.prompt)
         _write_row(plan, spec, running, pool.held[request.id], used)
         _write_admission(plan, running, extra)
+    chunks = _chunks([r for r in rows if r is not None and r.reading], schedule.shape.chunk_tokens)
     lengths = np.zeros(spec.rows, np.int64)
-    for running, n in _chunks(
-        [r for r in rows if r is not None and r.reading], schedule.shape.chunk_tokens
-    ):
+    for running, n in chunks:
         lengths[running.row] = n
-    prefill, serves = plan.prefill, [None] * spec.rows
+    prefill, serves = plan.prefill, _nobody(spec.rows)
+    assert prefill is not None
     np.cumsum(lengths, out=prefill.offsets[1:])
-    for row in np.flatnonzero(lengths).tolist():
-        running, n, at = rows[row], int(lengths[row]), int(prefill.offsets[row])
+    for running, n in chunks:
+        row, at = running.row, int(prefill.offsets[running.row])
         prefill.starts[row] = running.read
         prefill.tokens[at : at + n] = running.request.prompt[running.read : running.read + n]
         ends = running.read + n == len(running.request.prompt)
@@ -252,13 +252,17 @@ def _chunks(reading: SequenceOf[Running], room: int) -> list[tuple[Running, int]
 
 
 def _plan_decode(schedule: Schedule, steps: int) -> tuple[Schedule, tuple[Running | None, ...]]:
-    rows, serves = list(schedule.rows), [None] * schedule.spec.rows
+    rows, serves = list(schedule.rows), _nobody(schedule.spec.rows)
     for row, running in enumerate(rows):
         if running is not None and running.decoding:
             rows[row] = serves[row] = dataclasses.replace(
                 running, made=min(running.made + steps, running.budget)
             )
     return dataclasses.replace(schedule, rows=tuple(rows)), tuple(serves)
+
+
+def _nobody(rows: int) -> list[Running | None]:
+    return [None] * rows
 
 
 def _write_row(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-
 from jaxstate.errors import SpecError
 from jaxstate.plan import PlanShape
 from jaxstate.state.spec import CacheSpec, GroupSpec, format_bytes
+from jaxstate.typing import Device
 from pallas_kernels.rows import CHUNK
 
 STATE_SHARE = 0.8
@@ -46,16 +45,14 @@ class Sizes:
             )
 
 
-def free_bytes(device: jax.Device) -> int | None:
+def free_bytes(device: Device) -> int | None:
     """Bytes that the device can still allocate; None where it does not tell, as CPUs do not."""
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     return None if limit is None else int(limit - stats.get("bytes_in_use", 0))
 
 
-def choose(
-    sizes: Sizes, groups: tuple[GroupSpec, ...], device: jax.Device
-) -> tuple[PlanShape, int]:
+def choose(sizes: Sizes, groups: tuple[GroupSpec, ...], device: Device) -> tuple[PlanShape, int]:
     """The plan shape and the decode steps for these groups on this device.
 
     Raises:
@@ -67,7 +64,7 @@ def choose(
     free = free_bytes(device)
     # One more than the rows, for the null block.
     most = None if free is None else int(free * STATE_SHARE) // one - 1
-    if most is not None and most < (sizes.rows or 1):
+    if free is not None and most is not None and most < (sizes.rows or 1):
         raise SpecError(
             f"{sizes.rows or 1} rows of {format_bytes(one)} of state do not fit the {format_bytes(free)} that "
             f"the device has free; at most {max(most, 0)} do"

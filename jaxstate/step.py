@@ -23,8 +23,7 @@ from jaxstate.typing import Array, Bool, Float32, Int32
 from pallas_kernels.rows import RowIds, Rows
 
 
-@struct.dataclass
-class RowState:
+class RowState(struct.PyTreeNode):
     """What the device knows of each row: its next input, how far it has come and how it is sampled."""
 
     token: Int32[Array, "rows"]
@@ -66,8 +65,7 @@ class RowState:
         )
 
 
-@struct.dataclass
-class EngineState:
+class EngineState(struct.PyTreeNode):
     """All that a step carries to the next: tables, cache and rows."""
 
     tables: BlockTables
@@ -84,8 +82,7 @@ class EngineState:
         )
 
 
-@struct.dataclass
-class Outcome:
+class Outcome(struct.PyTreeNode):
     """What a step made: `made` marks the tokens that are real; `bad` the rows whose logits were not finite."""
 
     token: Int32[Array, "steps rows"]
@@ -113,7 +110,8 @@ def prefill_step(
 ) -> tuple[EngineState, Outcome]:
     """Prepares, runs the plan's prompt tokens through the model, and samples the rows whose prompt ends here."""
     state = prepare(state, plan, poison=poison)
-    prefill: Prefill = plan.prefill
+    prefill = plan.prefill
+    assert prefill is not None, "a prefill step needs a prefill plan"
     lengths = prefill.offsets[1:] - prefill.offsets[:-1]
     ends = prefill.starts + lengths
     rows = {g.name: packed_rows(spec, g, state.tables, prefill, ends) for g in spec.groups}

@@ -18,4 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key, UInt32
 
 PyTree = Any
 
-__all__ = ["Array", "Bool", "Float", "Float32", "Int", "Int32", "Key", "PyTree", "UInt32"]
+Device = Any
+"""A `jax.Device`, which jax does not export as a type."""
+
+__all__ = ["Array", "Bool", "Device", "Float", "Float32", "Int", "Int32", "Key", "PyTree", "UInt32"]

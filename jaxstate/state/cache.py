@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 
 from jaxstate.errors import OwnershipError, SpecError
 from jaxstate.state.spec import NULL, CacheSpec, format_bytes
@@ -35,8 +36,7 @@ def poison_value(dtype: Any) -> Any:
     return True if dtype == np.bool_ else np.iinfo(dtype).min
 
 
-@struct.dataclass
-class StateCache:
+class StateCache(struct.PyTreeNode):
     """The state of every block of every group.
 
     Example:
@@ -132,7 +132,7 @@ class StateCache:
     def _check(
         self, group: str, ids: Any, *, null_ok: bool = True, repeat_ok: bool = False
     ) -> None:
-        if isinstance(ids, jax.core.Tracer):
+        if isinstance(ids, Tracer):
             return
         given, size = np.atleast_1d(np.asarray(ids, dtype=np.int64)), self.blocks(group)
         for block in given[(given < 0) | (given >= size)].tolist():

@@ -30,8 +30,7 @@ def _as_ids(ids: Any) -> np.ndarray:
     return np.atleast_1d(np.asarray(ids, dtype=np.int64)).astype(np.int32)
 
 
-@struct.dataclass
-class BlockPool:
+class BlockPool(struct.PyTreeNode):
     """Free lists, reference counts, seals and holders of all groups.
 
     `free` is a stack per group (its end is handed out first), `refs` counts holders per block, `sealed` marks

@@ -126,8 +126,8 @@ class CacheSpec:
             if self.blocks(group.name) - 1 < self.capacity(group.name):
                 raise SpecError(
                     f"group {group.name!r}: a pool of {self.blocks(group.name)} blocks (one of them null) cannot hold "
-                    f"one sequence of {self.max_len} tokens, which needs {self.capacity(group.name)}; raise blocks to at "
-                    f"least {self.capacity(group.name) + 1} or lower max_len"
+                    f"one sequence of {self.max_len} tokens, which needs {self.capacity(group.name)}; raise blocks "
+                    f"to at least {self.capacity(group.name) + 1} or lower max_len"
                 )
 
     @property

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 
 from jaxstate.errors import CapacityError, OwnershipError, SpecError
 from jaxstate.state.spec import NULL, CacheSpec
@@ -20,8 +20,7 @@ from jaxstate.typing import Array, Bool, Int
 from pallas_kernels.blocks import read_cells, write_cells
 
 
-@struct.dataclass
-class Cells:
+class Cells(struct.PyTreeNode):
     """Table cells to be written: id `ids[i]` at `rows[i]`, `columns[i]`; an id of 0 marks an unused entry."""
 
     rows: Int[Any, "n"]
@@ -29,8 +28,7 @@ class Cells:
     ids: Int[Any, "n"]
 
 
-@struct.dataclass
-class BlockTables:
+class BlockTables(struct.PyTreeNode):
     """Block ids per group, row and column.
 
     Example:
@@ -67,7 +65,7 @@ class BlockTables:
         entries = {}
         for group, given in ids.items():
             table = self._table(group)
-            given = given if isinstance(given, jax.core.Tracer) else np.asarray(given, np.int32)
+            given = given if isinstance(given, Tracer) else np.asarray(given, np.int32)
             first = start if isinstance(start, int) else start.get(group, 0)
             end = first + given.shape[0]
             if first < 0 or end > table.shape[1]:
@@ -118,13 +116,13 @@ class BlockTables:
         return self.ids[group]
 
     def _check_row(self, row: int | Array) -> None:
-        if not isinstance(row, jax.core.Tracer) and not 0 <= int(row) < self.rows:
+        if not isinstance(row, Tracer) and not 0 <= int(row) < self.rows:
             raise OwnershipError(
                 "rows are in range", f"row {int(row)} is outside the tables' {self.rows} rows"
             )
 
     def __repr__(self) -> str:
-        if any(isinstance(table, jax.core.Tracer) for table in self.ids.values()):
+        if any(isinstance(table, Tracer) for table in self.ids.values()):
             return f"BlockTables({ {group: table.shape for group, table in self.ids.items()} }, traced)"
         lines = []
         for group, table in self.ids.items():
