@@ -224,6 +224,8 @@ def _read_object(line: Line) -> dict[str, Any]:
         raise RequestError(
             "bad_json", f"the line is not JSON: {error.msg} at column {error.colno}"
         ) from error
+    except RequestError:
+        raise
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; deep nesting
         raise RequestError("bad_json", f"the line cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):

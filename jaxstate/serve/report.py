@@ -185,12 +185,7 @@ def progress_line(counts: Counts, running: int, share: float | None, seconds: fl
 
 
 def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    hours, rest = divmod(minutes, 60)
-    return (
-        f"{hours} h {rest} min"
-        if hours
-        else f"{minutes} min"
-        if minutes >= 2
-        else f"{round(seconds)} s"
-    )
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
