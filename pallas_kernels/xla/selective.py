@@ -1,7 +1,8 @@
-"""Mamba's selective scan in chunks: all chunks walk their tokens together, then are chained.
+"""Mamba's selective scan, token by token or in chunks that walk together and are then chained.
 
-Gu & Dao 2023, "Mamba", arXiv:2312.00752. A chunk starts from a zero state; what the state before it
-adds to its outputs is known in closed form, `C exp(A sum dt) h`, since the recurrence is linear.
+Gu & Dao 2023, "Mamba", arXiv:2312.00752. In `scan_chunks` a chunk starts from a zero state; what the
+state before it adds to its outputs is known in closed form, `C exp(A sum dt) h`, since the
+recurrence is linear.
 """
 
 import jax
@@ -10,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import read_blocks, write_blocks
-from pallas_kernels.rows import Rows, writes
+from pallas_kernels.rows import Rows, token_rows, writes
 from pallas_kernels.xla.gates import live_outputs, step_size
 from pallas_kernels.xla.grid import (
     chain,
@@ -57,6 +58,66 @@ def _carried_outputs(
     return y
 
 
+def scan_tokens(
+    x: Float[Array, "T D"],
+    dt: Float[Array, "T D"],
+    A: Float[Array, "N D"],
+    B: Float[Array, "T N"],
+    C: Float[Array, "T N"],
+    initial: Float[Array, "R N D"],
+    rows: Rows,
+) -> tuple[Float[Array, "T D"], Float[Array, "R N D"], Float[Array, "R*M N D"]]:
+    """Outputs, last states and checkpoints of packed rows, one token after the other."""
+    row, position, _ = token_rows(rows, x.shape[0])
+    last = jnp.maximum(rows.offsets[1:] - 1, 0)
+    points = rows.offsets[:-1, None] + jnp.maximum(rows.checkpoint_positions, 1) - 1
+    wanted = jnp.concatenate([last, points.ravel()])
+    # Every token leaves its state in the current slot; a wanted token closes the slot.
+    closes = jnp.zeros(x.shape[0], jnp.int32)
+    closes = closes.at[wanted].set(1, mode="drop", wrap_negative_indices=False)
+    slot = jnp.cumsum(closes) - closes
+    kept = jnp.zeros((wanted.shape[0] + 1, *A.shape), jnp.float32)
+
+    def step(carry, token):
+        h, kept = carry
+        dtx, dt, B, C, row, position, slot = token
+        h = jnp.where(position == 0, initial[row], h)
+        h = jnp.exp(dt * A) * h + B[:, None] * dtx
+        return (h, lax.dynamic_update_index_in_dim(kept, h, slot, 0)), jnp.sum(C[:, None] * h, 0)
+
+    tokens = (dt * x, dt, B, C, row, position, slot)
+    (_, kept), y = lax.scan(step, (jnp.zeros_like(A), kept), tokens)
+    states = kept[slot.at[wanted].get(mode="clip")]
+    return y, states[: last.shape[0]], states[last.shape[0] :]
+
+
+def scan_chunks(
+    x: Float[Array, "T D"],
+    dt: Float[Array, "T D"],
+    A: Float[Array, "N D"],
+    B: Float[Array, "T N"],
+    C: Float[Array, "T N"],
+    initial: Float[Array, "R N D"],
+    rows: Rows,
+) -> tuple[Float[Array, "T D"], Float[Array, "R N D"], Float[Array, "R*M N D"]]:
+    """Outputs, last states and checkpoints of packed rows, all chunks at once."""
+    grid = chunk_grid(rows, x.shape[0], CHUNK)
+    x_, dt_, B_, C_ = (to_grid(v, grid) for v in (x, dt, B, C))
+    elapsed = jnp.cumsum(dt_, axis=1)
+    own, y = _walk_chunks(x_, dt_, A, B_, C_)
+    starts, ends = chain(grid, jnp.exp(elapsed[:, -1:] * A), own, initial)
+    y = to_packed(y + _carried_outputs(elapsed, A, C_, starts), grid)
+    places = checkpoint_places(grid, rows, CHUNK)
+
+    def inside():
+        part = jnp.where(places.mask[:, :, None], dt_[places.chunk], 0)
+        own, _ = _walk_chunks(x_[places.chunk], part, A, B_[places.chunk], C_[places.chunk])
+        return jnp.exp(jnp.sum(part, axis=1)[:, None] * A) * starts[places.chunk] + own
+
+    last = ends[last_chunks(grid, rows, CHUNK)]
+    return y, last, select_checkpoints(places, ends, inside) if places.chunk.size else last[:0]
+
+
 def selective_scan(
     x: Float[Array, "T D"],
     dt: Float[Array, "T D"],
@@ -71,36 +132,23 @@ def selective_scan(
     rows: Rows,
 ) -> tuple[Float[Array, "T D"], Float[Array, "layers blocks N D"]]:
     """`pallas_kernels.selective_scan` in XLA."""
-    grid = chunk_grid(rows, x.shape[0], CHUNK)
     A = A.astype(jnp.float32).T
-    x_, B_, C_ = (to_grid(v.astype(jnp.float32), grid) for v in (x, B, C))
-    dt_ = to_grid(step_size(dt, dt_bias), grid)
-    elapsed = jnp.cumsum(dt_, axis=1)
+    inputs = (x.astype(jnp.float32), step_size(dt, dt_bias), A)
+    inputs += (B.astype(jnp.float32), C.astype(jnp.float32))
     initial = read_blocks(states, layer, rows.read_ids).astype(jnp.float32)
-
-    own, y = _walk_chunks(x_, dt_, A, B_, C_)
-    starts, ends = chain(grid, jnp.exp(elapsed[:, -1:] * A), own, initial)
-    y = to_packed(y + _carried_outputs(elapsed, A, C_, starts), grid)
+    # A CPU is bound by exponentials, of which chunks need at least twice as many; a GPU by steps.
+    y, last, points = lax.platform_dependent(
+        *inputs, initial, rows, cpu=scan_tokens, default=scan_chunks
+    )
+    _, _, live = token_rows(rows, x.shape[0])
     if skip is not None:
         y = y + skip.astype(jnp.float32) * x.astype(jnp.float32)
     if z is not None:
         y = y * jax.nn.silu(z.astype(jnp.float32))
-    y = live_outputs(y, grid.live)
-
+    y = live_outputs(y, live).astype(x.dtype)
     write_ids, checkpoint_ids = writes(rows)
-    ids, values = write_ids, ends[last_chunks(grid, rows, CHUNK)]
-    if rows.checkpoint_ids.shape[1]:
-        places = checkpoint_places(grid, rows, CHUNK)
-
-        def inside():
-            part = jnp.where(places.mask[:, :, None], dt_[places.chunk], 0)
-            own, _ = _walk_chunks(x_[places.chunk], part, A, B_[places.chunk], C_[places.chunk])
-            decay = jnp.exp(jnp.sum(part, axis=1)[:, None] * A)
-            return decay * starts[places.chunk] + own
-
-        ids = jnp.concatenate([ids, checkpoint_ids.ravel()])
-        values = jnp.concatenate([values, select_checkpoints(places, ends, inside)])
-    return y.astype(x.dtype), write_blocks(states, layer, ids, values)
+    ids = jnp.concatenate([write_ids, checkpoint_ids.ravel()])
+    return y, write_blocks(states, layer, ids, jnp.concatenate([last, points]))
 
 
 def selective_step(

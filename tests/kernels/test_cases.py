@@ -1,0 +1,88 @@
+"""Every implementation of every op, on the table of cases, against float64 loops."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import cases, dispatch
+from pallas_kernels.cases import POOLS, Case, make_operands
+from tests.kernels import loops
+
+BFLOAT16_STATE = 2.0**-8
+
+
+def written(operands) -> list[int]:
+    """Blocks that a call may change."""
+    if "rows" not in operands:
+        return [int(i) for i in operands["write_ids"] if i]
+    rows = operands["rows"]
+    lengths = np.diff(rows.offsets)
+    alive = (np.asarray(rows.write_ids) != 0) & (lengths > 0)
+    ids = np.concatenate(
+        [np.asarray(rows.write_ids)[alive], np.asarray(rows.checkpoint_ids)[alive].ravel()]
+    )
+    return [int(i) for i in ids if i]
+
+
+def assert_close(actual, expected, tolerance: float):
+    actual = np.asarray(actual, np.float64)
+    scale = np.nanmax(np.abs(expected))
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * scale)
+
+
+def check(case: Case, operands, result):
+    expected = getattr(loops, case.op)(**operands)
+    y, *pools = result
+    assert y.dtype == case.dtype
+    assert_close(y, expected[0], case.tolerance)
+    names = [name for name in POOLS if name in operands]
+    for name, pool, wanted in zip(names, pools, expected[1:], strict=True):
+        before, after = np.asarray(operands[name]), np.asarray(pool)
+        assert after.dtype == before.dtype
+        changed = written(operands)
+        tolerance = max(case.tolerance if case.dtype != case.state_dtype else 0, 2e-6)
+        if case.state_dtype == "bfloat16":
+            tolerance = BFLOAT16_STATE
+        assert_close(after[-1, changed], wanted[-1, changed], tolerance)
+        # Blocks that the call does not name keep every bit, NaN or not; so does the other layer.
+        rest = np.setdiff1d(np.arange(before.shape[1]), changed)
+        assert after[-1, rest].tobytes() == before[-1, rest].tobytes()
+        assert after[:-1].tobytes() == before[:-1].tobytes()
+
+
+def op_of(case: Case, operands, implementation):
+    """The op as a function of its arrays alone."""
+    static = {k: v for k, v in operands.items() if k in (*case.options, "n_groups")}
+    arrays = {k: v for k, v in operands.items() if k not in static}
+    op = getattr(pallas_kernels, case.op)
+    return lambda arrays: op(**arrays, **static, implementation=implementation), arrays
+
+
+@pytest.mark.parametrize("implementation", dispatch.IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", cases.TESTS, ids=lambda case: case.name)
+def test_case_equals_the_loops(case, implementation):
+    operands = make_operands(case)
+    op, arrays = op_of(case, operands, implementation)
+    check(case, operands, jax.jit(op)(arrays))
+
+
+FIRST_OF_EACH_OP = {case.op: case for case in reversed(cases.TESTS)}
+
+
+class Variants(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_ops_equal_the_loops_with_and_without_jit(self):
+        for name in ("causal_conv", "selective_step", "mamba2_step"):
+            case = FIRST_OF_EACH_OP[name]
+            operands = make_operands(case, seed=1)
+            op, arrays = op_of(case, operands, None)
+            check(case, operands, self.variant(op)(arrays))
+
+
+def test_the_table_covers_every_op():
+    assert set(FIRST_OF_EACH_OP) == set(cases.SHAPES)
+    assert len({case.name for case in cases.TESTS + cases.BENCHMARKS}) == len(
+        cases.TESTS + cases.BENCHMARKS
+    )
