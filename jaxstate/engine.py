@@ -109,11 +109,12 @@ class Engine:
         self._news: list[Event] = []
         self._programs: dict[str, Any] = {}
         self._compilations = 0
+        decode = {"steps": self.steps_per_dispatch, "early_exit": device.platform == "cpu"}
         common = {"graph": graph, "spec": self.spec, "poison": self.poison}
         self._jitted = {
             "prefill": jax.jit(functools.partial(_run_prefill, **common), donate_argnums=1),
             "decode": jax.jit(
-                functools.partial(_run_decode, **common, steps=self.steps_per_dispatch),
+                functools.partial(_run_decode, **common, **decode),
                 donate_argnums=1,
             ),
         }
@@ -309,8 +310,8 @@ def _run_prefill(params, state, plan, *, graph, spec, poison):
     return prefill_step(nnx.merge(graph, params), spec, state, plan, poison=poison)
 
 
-def _run_decode(params, state, plan, *, graph, spec, poison, steps):
-    return decode_step(nnx.merge(graph, params), spec, state, plan, steps=steps, poison=poison)
+def _run_decode(params, state, plan, *, graph, spec, **options):
+    return decode_step(nnx.merge(graph, params), spec, state, plan, **options)
 
 
 def _non_finite(progress: Progress) -> RequestError:

@@ -134,9 +134,14 @@ def decode_step(
     plan: StepPlan,
     *,
     steps: int,
+    early_exit: bool = True,
     poison: bool = False,
 ) -> tuple[EngineState, Outcome]:
-    """Prepares, then generates up to `steps` tokens for every active row without returning to the host."""
+    """Prepares, then generates up to `steps` tokens for every active row without returning to the host.
+
+    With `early_exit` the loop ends when no row is active, which a CPU decides for nothing and a GPU only by asking the
+    host; without, steps that have no active row run and change nothing. The results are the same.
+    """
     state = prepare(state, plan, poison=poison)
     tables = state.tables
 
@@ -161,12 +166,13 @@ def decode_step(
         return step + 1, cache, rows, outcome
 
     def more(carry):
-        # When every row has ended there is nothing to wait for; a plan without live rows costs its preparation alone.
         return (carry[0] < steps) & carry[2].active.any()
 
-    _, cache, rows, outcome = lax.while_loop(
-        more, body, (jnp.int32(0), state.cache, state.rows, blank)
-    )
+    first = (jnp.int32(0), state.cache, state.rows, blank)
+    if early_exit:
+        _, cache, rows, outcome = lax.while_loop(more, body, first)
+    else:
+        _, cache, rows, outcome = lax.fori_loop(0, steps, lambda _, carry: body(carry), first)
     return EngineState(tables, cache, rows), outcome
 
 
