@@ -1,8 +1,9 @@
 """A language model small enough to check by hand, with states of every kind a cache has to cope with.
 
 Its recurrence is h = h / 2 + x with x = token + 1, in two groups: `whole` keeps one block a sequence, `paged` one block
-per 4 tokens. A state is a tuple of a float vector and a dict with a token count, so a leaf that is skipped shows: every
-leaf enters the scores. The next token depends on the whole text.
+per 4 tokens. A state is a tuple of a float vector and a dict with a token count and the last two inputs, so a leaf that
+is skipped shows: every leaf enters the scores. The scores are whole numbers modulo 61, over 8, so that they come out
+the same in any order of adding, and plain numpy gets exactly the same tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from flax import nnx
 from jax import lax
 
 from jaxstate.state import GroupSpec, StateCache
-from pallas_kernels.blocks import read_blocks, write_blocks
+from pallas_kernels.blocks import gather_blocks, scatter_blocks
 from pallas_kernels.rows import RowIds, Rows
 
 VOCAB = 13
+
+WEIGHT = np.random.default_rng(0).integers(1, 61, size=(3, VOCAB)).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +35,12 @@ class ToyConfig:
 
 
 class ToyLM(nnx.Module):
-    """See the module's docstring; `logits` is a fixed pseudo-random function of the hidden value."""
+    """See the module's docstring; texts of `breaks_at` tokens and more have scores that are not finite."""
 
-    def __init__(self, config: ToyConfig | None = None):
+    def __init__(self, config: ToyConfig | None = None, breaks_at: float = np.inf):
         self.config = config or ToyConfig()
-        self.weight = nnx.Param(
-            jnp.asarray(np.random.default_rng(0).normal(size=(3, VOCAB)), jnp.float32)
-        )
+        self.weight = nnx.Param(jnp.asarray(WEIGHT))
+        self.breaks_at = nnx.Param(jnp.float32(breaks_at))
 
     def groups(self):
         leaves = (
@@ -57,9 +59,8 @@ class ToyLM(nnx.Module):
     def prefill(self, tokens, positions, rows, cache: StateCache):
         hidden, groups = 0.0, dict(cache.groups)
         for name in groups:
-            for layer in range(self.config.layers):
-                out, groups[name] = _packed(groups[name], layer, tokens, rows[name])
-                hidden = hidden + out
+            out, groups[name] = _packed(groups[name], tokens, rows[name])
+            hidden = hidden + out
         return hidden, cache.replace(groups=groups)
 
     def decode(self, tokens, positions, rows, cache: StateCache):
@@ -67,7 +68,9 @@ class ToyLM(nnx.Module):
         return self.prefill(tokens, positions, packed, cache)
 
     def logits(self, hidden):
-        return jnp.sin(7 * hidden @ self.weight[...]) * 3
+        scores = jnp.mod(jnp.dot(hidden, self.weight[...], precision="highest"), 61) / 8
+        count = hidden[..., 1:2] / (2 * self.config.layers)
+        return jnp.where(count < self.breaks_at[...], scores, jnp.nan)
 
 
 def _as_rows(ids: RowIds) -> Rows:
@@ -76,62 +79,86 @@ def _as_rows(ids: RowIds) -> Rows:
     return Rows(jnp.arange(n + 1, dtype=jnp.int32), ids.read_ids, ids.write_ids, none, none)
 
 
-def _packed(leaves, layer, tokens, rows: Rows):
-    """Walks the packed tokens one by one; row r's states are those at its own tokens."""
-    start = jax.tree.map(lambda leaf: read_blocks(leaf, layer, rows.read_ids), leaves)
-    offsets = jnp.asarray(rows.offsets)
+def _packed(leaves, tokens, rows: Rows):
+    """Walks the packed tokens one by one, all layers at once; a row's states are those at its own tokens."""
+    offsets, count = jnp.asarray(rows.offsets), tokens.shape[0]
+    t = jnp.arange(count, dtype=jnp.int32)
+    row = jnp.clip(jnp.searchsorted(offsets[1:], t, side="right"), 0, offsets.shape[0] - 2)
+    start = jax.tree.map(lambda leaf: gather_blocks(leaf, rows.read_ids), leaves)
+    x = jnp.asarray(tokens).astype(jnp.float32) + 1
 
     def one(states, inputs):
-        token, t = inputs
-        row = jnp.clip(jnp.searchsorted(offsets[1:], t, side="right"), 0, offsets.shape[0] - 2)
+        x, row = inputs
         h, aux = states
-        x = token.astype(jnp.float32) + 1
-        h = h.at[row].set(h[row] / 2 + x)
+        before, shifted = h[:, row], aux["last"][:, row, 1]
+        last = jnp.stack([shifted, jnp.full_like(shifted, x)], axis=1)
+        h = h.at[:, row].set(before / 2 + x)
         aux = {
-            "count": aux["count"].at[row].add(1),
-            "last": aux["last"]
-            .at[row]
-            .set(jnp.stack([aux["last"][row, 1], x.astype(jnp.bfloat16)])),
+            "count": aux["count"].at[:, row].add(1),
+            "last": aux["last"].at[:, row].set(last),
         }
-        here = jax.tree.map(lambda leaf: leaf[row], (h, aux))
-        return (h, aux), here
+        return (h, aux), jax.tree.map(lambda leaf: leaf[:, row], (h, aux))
 
-    t = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    _, after = lax.scan(one, start, (jnp.asarray(tokens), t))
-    live = jnp.zeros(tokens.shape[0], bool)
-    for r in range(offsets.shape[0] - 1):
-        live |= (t >= offsets[r]) & (t < offsets[r + 1]) & (rows.write_ids[r] != 0)
+    _, after = lax.scan(one, start, (x, row))
 
-    def store(leaf, trajectory):
-        positions = rows.checkpoint_positions
-        for m in range(positions.shape[1]):
-            at = jnp.clip(offsets[:-1] + positions[:, m] - 1, 0, tokens.shape[0] - 1)
-            ids = jnp.where(positions[:, m] > 0, rows.checkpoint_ids[:, m], 0)
-            leaf = write_blocks(leaf, layer, ids, trajectory[at])
-        ids = jnp.where(offsets[1:] > offsets[:-1], rows.write_ids, 0)
-        return write_blocks(leaf, layer, ids, trajectory[jnp.maximum(offsets[1:] - 1, 0)])
-
-    leaves = jax.tree.map(store, leaves, after)
-    h, aux = after
-    out = jnp.concatenate(
-        [h, aux["count"][:, None] / 8.0, aux["last"].astype(jnp.float32).sum(1, keepdims=True) / 8],
-        axis=1,
+    # Where a row's state is stored: at its end, and at the checkpoints on the way.
+    has_tokens = offsets[1:] > offsets[:-1]
+    ids = jnp.concatenate(
+        [
+            jnp.where(has_tokens, rows.write_ids, 0),
+            jnp.where(rows.checkpoint_positions > 0, rows.checkpoint_ids, 0).ravel(),
+        ]
     )
-    return jnp.where(live[:, None], out, 0.0), leaves
+    at = jnp.concatenate(
+        [offsets[1:] - 1, (offsets[:-1, None] + rows.checkpoint_positions - 1).ravel()]
+    )
+    at = jnp.clip(at, 0, count - 1)
+    leaves = jax.tree.map(
+        lambda leaf, seen: scatter_blocks(leaf, ids, jnp.moveaxis(seen[at], 0, 1)), leaves, after
+    )
+
+    h, aux = after
+    seen = jnp.stack(
+        [
+            jnp.floor(h[..., 0] * 1024),
+            aux["count"].astype(jnp.float32),
+            aux["last"].astype(jnp.float32).sum(-1),
+        ],
+        axis=-1,
+    ).sum(axis=1)
+    live = (t >= offsets[0]) & (t < offsets[-1]) & (rows.write_ids[row] != 0)
+    return jnp.where(live[:, None], seen, 0.0), leaves
+
+
+def state_by_hand(text: tuple[int, ...]):
+    """The state after these tokens, as one layer's block holds it, in plain numpy."""
+    h = np.float32(0)
+    for token in text:
+        h = h / np.float32(2) + np.float32(token + 1)
+    last = [0, 0, *(token + 1 for token in text)][-2:]
+    return (
+        np.array([h]),
+        {"count": np.int32(len(text)), "last": np.array(last, np.float32).astype(jnp.bfloat16)},
+    )
+
+
+def scores_by_hand(
+    text: tuple[int, ...], weight=WEIGHT, config: ToyConfig | None = None
+) -> np.ndarray:
+    """The model's scores for the token after this text, in plain numpy."""
+    (h,), aux = state_by_hand(text)
+    seen = np.array([np.floor(h * 1024), aux["count"], aux["last"].astype(np.float64).sum()])
+    scores = (seen * 2 * (config or ToyConfig()).layers) @ np.asarray(weight, np.float64)
+    return np.mod(scores, 61) / 8
 
 
 def continue_by_hand(
-    prompt: tuple[int, ...], steps: int, weight, config: ToyConfig | None = None
+    prompt: tuple[int, ...], steps: int, weight=WEIGHT, config: ToyConfig | None = None
 ) -> list[int]:
-    """Greedy continuation in plain numpy, from the recurrence's closed form over the whole text."""
+    """Greedy continuation in plain numpy, each token from the whole text."""
     config, text = config or ToyConfig(), list(prompt)
     for _ in range(steps):
-        x = np.asarray(text, np.float64) + 1
-        h = float((x * 0.5 ** np.arange(len(x))[::-1]).sum())
-        last = (x[-2] if len(x) > 1 else 0.0) + x[-1]
-        hidden = np.array([h, len(x) / 8, last / 8]) * config.layers * 2
-        scores = np.sin(7 * hidden @ np.asarray(weight, np.float64))
-        text.append(int(scores.argmax()))
+        text.append(int(scores_by_hand(tuple(text), weight, config).argmax()))
         if text[-1] in config.eos_token_ids:
             break
     return text[len(prompt) :]
