@@ -13,6 +13,7 @@ PYTHON ?=
 EXTRAS ?=
 PYTEST ?=
 
+python := .venv/bin/python
 comma := ,
 empty :=
 space := $(empty) $(empty)
@@ -31,16 +32,16 @@ help:
 
 demo: $(run_stamp)
 	@echo 'python -m jaxstate.serve demo -i examples/prompts.jsonl'
-	@set -o pipefail; .venv/bin/python -m jaxstate.serve demo -i examples/prompts.jsonl \
-	  | .venv/bin/python examples/show.py examples/prompts.jsonl
+	@set -o pipefail; $(python) -m jaxstate.serve demo -i examples/prompts.jsonl \
+	  | $(python) examples/show.py examples/prompts.jsonl
 
 test: lint
-	.venv/bin/python -m pytest $(PYTEST)
+	$(python) -m pytest $(PYTEST)
 
 lint: $(test_stamp)
-	.venv/bin/ruff check
-	.venv/bin/ruff format --check
-	.venv/bin/pyright
+	$(python) -m ruff check
+	$(python) -m ruff format --check
+	$(python) -m pyright
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

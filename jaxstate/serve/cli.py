@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,10 @@ def main(argv: list[str]) -> int:
         return USAGE
     except Exception as error:
         if type(error).__name__ != "JaxRuntimeError" and not isinstance(error, OSError):
-            raise
-        hint = ""
+            traceback.print_exc()  # a fault of ours: show all there is
+        _complain(f"cannot go on: {error}")
         if "RESOURCE_EXHAUSTED" in str(error):
-            hint = "\nThe device is out of memory; lower --rows or --chunk-tokens."
-        _complain(f"cannot go on: {error}{hint}")
+            _complain("the device is out of memory; lower --rows or --chunk-tokens")
         return BROKEN
 
 
@@ -87,9 +87,8 @@ def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
         try:
             batch.run()
             done = True
-        except JaxstateError as error:  # a rule broken by the engine, not by the command line
-            _complain(f"cannot go on: {error}")
-            return BROKEN
+        except JaxstateError as error:
+            raise RuntimeError("the engine broke a rule of its own") from error
         finally:
             report.end()
             seconds = time.monotonic() - begin

@@ -1,0 +1,243 @@
+"""The command line, in this process, with an engine that needs no device."""
+
+import json
+import os
+import signal
+
+import pytest
+
+import jaxstate.serve.model
+from jaxstate.errors import CheckpointError, PlanError, SpecError
+from jaxstate.serve import files
+from jaxstate.serve.cli import main
+
+
+@pytest.fixture
+def model(fake_model, monkeypatch):
+    """The model that the command line gets, and with what it asked for it."""
+    model = fake_model()
+    model.asked = []
+
+    def load(name, *, report, **options):
+        model.asked.append((name, options))
+        report("compiling decode, 2 rows")
+        return model
+
+    monkeypatch.setattr(jaxstate.serve.model, "load", load)
+    return model
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"id": f"r{i}", "prompt": "abc"[: 1 + i % 3]}) for i in range(9))
+    )
+    return path
+
+
+@pytest.fixture
+def results(tmp_path):
+    return tmp_path / "results.jsonl"
+
+
+def run(*arguments) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("verb", [(), ("batch",)])
+def test_a_file_to_a_file(model, prompts, results, rows_of, capfd, verb):
+    assert run(*verb, "some-model", "-i", prompts, "-o", results) == 0
+    rows = rows_of(results)
+    assert sorted(row["id"] for row in rows) == [f"r{i}" for i in range(9)]
+    assert {row["text"] for row in rows} == {"a", "ba", "cba"}
+    assert model.engine.compiled == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "compiling decode, 2 rows" in err
+    assert "rows      9 ok, 0 failed" in err
+    assert "blocks    g 2 of 2" in err
+
+
+def test_flags_are_defaults_that_a_line_overrides(model, tmp_path, results, rows_of):
+    path = tmp_path / "in"
+    path.write_text('{"prompt":"abcdef"}\n{"prompt":"abcdef","max_tokens":4,"logprobs":false}\n')
+    flags = ("--max-tokens", 2, "--logprobs", "--rows", 3, "--chunk-tokens", 64, "--dtype")
+    assert run("m", "-i", path, "-o", results, *flags, "bfloat16") == 0
+    first, second = rows_of(results)
+    assert (first["text"], first["tokens"], first["logprobs"]) == ("fe", [102, 101], [-1.0, -1.0])
+    assert second["text"] == "fedc"
+    assert "tokens" not in second
+    assert model.asked == [
+        ("m", {"dtype": "bfloat16", "rows": 3, "max_len": None, "chunk_tokens": 64,
+               "decode_steps": None}),
+    ]  # fmt: skip
+
+
+def test_text_from_standard_input_to_standard_output(model, monkeypatch, rows_of, capfd):
+    source, sink = os.pipe()
+    os.write(sink, "one\n\ntwø".encode())
+    os.close(sink)
+    monkeypatch.setattr(files, "STDIN", source)
+    monkeypatch.setattr(files, "open_input", lambda name: source)
+    assert run("m") == 0
+    out, err = capfd.readouterr()
+    rows = rows_of(out)
+    assert [row["id"] for row in rows] == ["1", "3"]
+    assert rows[0]["text"] == "eno"
+    assert "read as text" in err
+    os.close(source)
+
+
+def test_rows_that_failed_make_the_exit_code_one(model, tmp_path, results, rows_of, capfd):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt":"a"}\noops\n{"prompt":"b"}\n')
+    assert run("m", "-i", path, "-o", results, "--stats", tmp_path / "stats.json") == 1
+    assert sorted("error" in row for row in rows_of(results)) == [False, False, True]
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    assert stats["rows"] == {"ok": 2, "failed": 1, "errors": {"bad_json": 1}}
+    assert stats["finished"] is True
+    assert stats["seconds"]["compile"] == 0.125
+    assert "2 ok, 1 failed (bad_json 1)" in capfd.readouterr().err
+
+
+def test_the_summary_alone_when_no_progress_is_wanted(model, prompts, results, capfd):
+    assert run("m", "-i", prompts, "-o", results, "--progress", "none") == 0
+    assert capfd.readouterr().err.startswith("rows      9 ok")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--top-p", "1.5"], "top_p is 1.5"),
+        (["--stop", ""], "none of them empty"),
+        (["--rows", "0"], "0 is below 1"),
+        (["--rows", "many"], "many"),
+        (["--dtype", "int8"], "int8"),
+        (["--progress", "loud"], "loud"),
+        (["--max-token", "3"], "--max-token"),
+        (["--n", "3"], "--n"),
+        (["-i", "nowhere.jsonl"], "cannot read the input nowhere.jsonl: No such file"),
+        (["-i", "."], "it is a folder"),
+        (["-o", "no/such/folder/out"], "there is no folder no/such/folder"),
+        (["-o", "."], "cannot write the output .: it is a folder"),
+        (["--stats", "no/such/folder/out"], "cannot write the stats"),
+    ],
+)
+def test_a_wrong_command_line_is_found_before_anything_is_loaded(
+    model, prompts, tmp_path, monkeypatch, capfd, flags, message
+):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    try:
+        code = main(["m", "-i", str(prompts), *flags])
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 2
+    assert message in capfd.readouterr().err
+    assert model.asked == []
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_no_model_is_a_wrong_command_line(capfd):
+    with pytest.raises(SystemExit) as exit:
+        main([])
+    assert exit.value.code == 2
+    assert "MODEL" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error", [CheckpointError("no config.json"), SpecError("too many rows")])
+def test_a_model_that_cannot_be_loaded(monkeypatch, prompts, results, capfd, error):
+    def load(name, **options):
+        raise error
+
+    monkeypatch.setattr(jaxstate.serve.model, "load", load)
+    assert run("m", "-i", prompts, "-o", results) == 2
+    assert str(error) in capfd.readouterr().err
+    assert not results.exists()
+    results.write_text("an older run\n")
+    assert run("m", "-i", prompts, "-o", results, "--overwrite") == 2
+    assert results.read_text() == "an older run\n"
+
+
+def test_an_output_with_something_in_it_is_kept(model, prompts, results, rows_of, capfd):
+    results.write_text("hours of work\n")
+    assert run("m", "-i", prompts, "-o", results) == 2
+    assert "exists and is not empty" in capfd.readouterr().err
+    assert results.read_text() == "hours of work\n"
+    assert model.asked == []
+    assert run("m", "-i", prompts, "-o", results, "--overwrite") == 0
+    assert len(rows_of(results)) == 9
+
+
+def test_the_input_is_never_the_output(model, prompts, capfd):
+    before = prompts.read_text()
+    assert run("m", "-i", prompts, "-o", prompts, "--overwrite") == 2
+    assert "is the input itself" in capfd.readouterr().err
+    assert prompts.read_text() == before
+
+
+def test_a_place_where_one_may_not_write(model, prompts, results, monkeypatch, capfd):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    assert run("m", "-i", prompts, "-o", results) == 2
+    assert f"cannot write the output {results}: permission denied" in capfd.readouterr().err
+    assert model.asked == []
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_between_steps(model, prompts, results, rows_of, tmp_path, signum, code):
+    def signal_once():
+        if model.engine.steps == 3:
+            os.kill(os.getpid(), signum)
+
+    before = signal.getsignal(signum)
+    model.engine.before_step = signal_once
+    assert run("m", "-i", prompts, "-o", results, "--stats", tmp_path / "stats") == code
+    # One row a step and a half at this point; whole ones, and no more steps after the signal.
+    assert model.engine.steps == 4
+    assert 0 < len(rows_of(results)) < 9
+    assert json.loads((tmp_path / "stats").read_text())["finished"] is False
+    assert signal.getsignal(signum) == before
+
+
+def test_a_signal_while_loading_stops_at_once(monkeypatch, prompts, results, capfd):
+    def load(name, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("went on loading")
+
+    monkeypatch.setattr(jaxstate.serve.model, "load", load)
+    assert run("m", "-i", prompts, "-o", results) == 143
+    assert "stopped by SIGTERM" in capfd.readouterr().err
+    assert not results.exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_disk_that_is_full(model, prompts, capfd):
+    assert run("m", "-i", prompts, "-o", "/dev/full") == 4
+    assert "No space left" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("fault", [PlanError("one owner", "block 3 is mine"), KeyError("oops")])
+def test_a_fault_of_the_engine_is_shown_whole(model, prompts, results, rows_of, capfd, fault):
+    def broken():
+        if model.engine.steps == 2:
+            raise fault
+
+    model.engine.before_step = broken
+    assert run("m", "-i", prompts, "-o", results) == 4
+    err = capfd.readouterr().err
+    assert "cannot go on" in err
+    assert "Traceback" in err
+    assert str(fault) in err
+    assert len(rows_of(results)) == 2
+
+
+def test_info(model, capfd):
+    assert run("info", "m", "--rows", 5) == 0
+    out, err = capfd.readouterr()
+    assert out == "group     one\nrows      2\n"
+    assert err == ""
+    assert model.asked[0][1]["rows"] == 5
