@@ -18,7 +18,7 @@ from flax import struct
 from jax.core import Tracer
 
 from jaxstate.errors import OwnershipError, SpecError
-from jaxstate.state.spec import NULL, CacheSpec, format_bytes
+from jaxstate.state.spec import NULL, CacheSpec, format_leaves
 from jaxstate.typing import Int, PyTree
 from pallas_kernels.blocks import copy_blocks, fill_blocks, gather_blocks, scatter_blocks
 
@@ -29,11 +29,13 @@ def poison_by_default() -> bool:
 
 
 def poison_value(dtype: Any) -> Any:
-    """The value that marks memory nobody may read: NaN, or for whole numbers the least one."""
-    dtype = np.dtype(dtype) if not jnp.issubdtype(dtype, jnp.floating) else dtype
+    """The value that marks memory nobody may read: NaN, or the whole number furthest from 0."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.nan
-    return True if dtype == np.bool_ else np.iinfo(dtype).min
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    info = jnp.iinfo(dtype)
+    return info.min or info.max
 
 
 class StateCache(struct.PyTreeNode):
@@ -150,14 +152,4 @@ class StateCache(struct.PyTreeNode):
             )
 
     def __repr__(self) -> str:
-        lines = []
-        for group, state in self.groups.items():
-            for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-                name = group + jax.tree_util.keystr(path)
-                size = (
-                    format_bytes(leaf.size * leaf.dtype.itemsize) if hasattr(leaf, "dtype") else ""
-                )
-                lines.append(
-                    f"  {name}: {getattr(leaf, 'dtype', '')}{list(getattr(leaf, 'shape', []))} {size}"
-                )
-        return "StateCache(\n" + "\n".join(lines) + "\n)"
+        return "StateCache(\n" + "\n".join(format_leaves(self.groups)) + "\n)"

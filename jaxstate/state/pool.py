@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 
 from jaxstate.errors import CapacityError, OwnershipError
-from jaxstate.state.spec import NULL, CacheSpec, check_groups
+from jaxstate.state.spec import NULL, CacheSpec, check_groups, format_leaves, has_values
 
 Ids = dict[str, np.ndarray]
 
@@ -70,8 +70,14 @@ class BlockPool(struct.PyTreeNode):
 
         Raises:
           CapacityError: some group has too few free blocks; nothing changed.
+          OwnershipError: an unknown group, or a need that is no count.
         """
         for group, n in need.items():
+            self._check_group(group)
+            if n < 0:
+                raise OwnershipError(
+                    "needs are counts", f"group {group!r}: {holder!r} asks for {n} blocks"
+                )
             if n > self.free_count(group):
                 raise CapacityError(
                     request=holder, group=group, need=n, capacity=self.free_count(group), unit="free blocks",
@@ -195,11 +201,14 @@ class BlockPool(struct.PyTreeNode):
                 f"group {group!r}: a live block with two holders"
             )
 
-    def _checked(self, group: str, ids: Any) -> np.ndarray:
+    def _check_group(self, group: str) -> None:
         if group not in self.refs:
             raise OwnershipError(
                 "known groups", f"there is no group {group!r}; the groups are {sorted(self.refs)}"
             )
+
+    def _checked(self, group: str, ids: Any) -> np.ndarray:
+        self._check_group(group)
         wide, size = np.atleast_1d(np.asarray(ids, dtype=np.int64)), len(self.refs[group])
         for block in wide[(wide < 0) | (wide >= size)].tolist():
             raise OwnershipError(
@@ -243,6 +252,9 @@ class BlockPool(struct.PyTreeNode):
         return {**self.held, holder: mine} if any(mine.values()) else dict(self.held)
 
     def __repr__(self) -> str:
+        account = (self.free_lists, self.refs, self.sealed)
+        if not has_values(account):
+            return "BlockPool(\n" + "\n".join(format_leaves(account)) + "\n)"
         groups = []
         for group, refs in self.refs.items():
             live = int(((refs > 0) & ~self.sealed[group]).sum())

@@ -218,6 +218,28 @@ def format_bytes(n: int) -> str:
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
+def has_values(tree: PyTree) -> bool:
+    """Whether every leaf is an array that can be read here and now: not traced, not a mere shape, not donated."""
+    return all(
+        isinstance(x, np.ndarray)
+        or (isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_deleted())
+        for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+    )
+
+
+def format_leaves(tree: PyTree) -> list[str]:
+    """One line per leaf, `path: dtype[shape] size`, whatever the leaves are."""
+    lines = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            size = format_bytes(math.prod(leaf.shape) * leaf.dtype.itemsize)
+            lines.append(f"  {name}: {leaf.dtype}{list(leaf.shape)} {size}")
+        else:
+            lines.append(f"  {name}: {leaf!r}")
+    return lines
+
+
 def check_groups(spec: CacheSpec, given: Mapping[str, object], what: str) -> None:
     """Raises SpecError unless `given` has exactly the groups of `spec`."""
     if set(given) != set(spec.names):

@@ -15,7 +15,7 @@ from flax import struct
 from jax.core import Tracer
 
 from jaxstate.errors import CapacityError, OwnershipError, SpecError
-from jaxstate.state.spec import NULL, CacheSpec
+from jaxstate.state.spec import NULL, CacheSpec, format_leaves, has_values
 from jaxstate.typing import Array, Bool, Int
 from pallas_kernels.blocks import read_cells, write_cells
 
@@ -122,17 +122,16 @@ class BlockTables(struct.PyTreeNode):
             )
 
     def __repr__(self) -> str:
-        if any(isinstance(table, Tracer) for table in self.ids.values()):
-            return f"BlockTables({ {group: table.shape for group, table in self.ids.items()} }, traced)"
+        if not has_values(self.ids) or not isinstance(self.ids, dict):
+            return "BlockTables(\n" + "\n".join(format_leaves(self.ids)) + "\n)"
         lines = []
         for group, table in self.ids.items():
-            if not hasattr(table, "shape"):
-                return f"BlockTables({self.ids})"
-            used = np.asarray(table)
+            ids = np.asarray(table)
+            used = np.flatnonzero((ids != NULL).any(1))
             lines.append(
-                f"  {group}: {int((used != NULL).any(1).sum())} of {used.shape[0]} rows used, {used.shape[1]} ids a row"
+                f"  {group}: {len(used)} of {ids.shape[0]} rows used, {ids.shape[1]} ids a row"
             )
-            for row in np.flatnonzero((used != NULL).any(1))[:16]:
-                last = int(np.flatnonzero(used[row])[-1])
-                lines.append(f"    row {row}: {' '.join(map(str, used[row, : last + 1].tolist()))}")
+            for row in used[:16]:
+                last = int(np.flatnonzero(ids[row])[-1])
+                lines.append(f"    row {row}: {' '.join(map(str, ids[row, : last + 1].tolist()))}")
         return "BlockTables(\n" + "\n".join(lines) + "\n)"
