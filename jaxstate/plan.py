@@ -17,7 +17,7 @@ from jaxstate.errors import CapacityError, PlanError
 from jaxstate.request import MAX_STOP_IDS
 from jaxstate.sampling import Sampling
 from jaxstate.state.pool import BlockPool
-from jaxstate.state.spec import NULL, CacheSpec
+from jaxstate.state.spec import NULL, CacheSpec, format_leaves, has_values
 from jaxstate.state.tables import Cells
 from jaxstate.typing import Bool, Int32
 
@@ -80,6 +80,8 @@ class StepPlan(struct.PyTreeNode):
     prefill: Prefill | None
 
     def __repr__(self) -> str:
+        if not has_values((self.clear, self.zero, self.admission.rows, self.prefill or ())):
+            return "StepPlan(\n" + "\n".join(format_leaves(vars(self))) + "\n)"
         zeroed = {g: z[z != NULL].tolist() for g, z in self.zero.items()}
         text = f"clear rows {np.flatnonzero(self.clear).tolist()}, zero {zeroed}"
         if self.prefill is not None:
@@ -145,9 +147,10 @@ def check_plan(
         _check_blocks(plan, spec, group, pool)
     after = apply_cells(tables, plan)
     for group in spec.names:
+        _check_kept(plan, group, tables[group])
         _check_owners(plan, group, after[group], pool, holders)
     if plan.prefill is not None:
-        _check_prefill(plan.prefill, shape, after, holders)
+        _check_prefill(plan.prefill, shape, after, pool, holders)
     return after
 
 
@@ -155,6 +158,7 @@ def _check_cells(plan: StepPlan, spec: CacheSpec, group: str, holders: Holders) 
     cells, capacity = plan.cells[group], spec.capacity(group)
     if not cells.ids.any():
         return
+    written = set()
     for row, column, block in zip(
         cells.rows.tolist(), cells.columns.tolist(), cells.ids.tolist(), strict=True
     ):
@@ -169,6 +173,11 @@ def _check_cells(plan: StepPlan, spec: CacheSpec, group: str, holders: Holders) 
                 request=holders[row] or f"row {row}", group=group, need=column + 1, capacity=capacity,
                 unit="block ids in a row", remedy=f"raise max_len from {spec.max_len}, or shorten the request",
             )  # fmt: skip
+        if (row, column) in written:
+            raise PlanError(
+                "each cell is written once", f"group {group!r}: row {row}, column {column} twice"
+            )
+        written.add((row, column))
 
 
 def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) -> None:
@@ -201,6 +210,11 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
                 "nothing fresh is copied from",
                 f"group {group!r}: a block in {source.tolist()} is zeroed by this plan",
             )
+        if plan.freed[group][source[real]].any():
+            raise PlanError(
+                "nothing freed is copied from",
+                f"group {group!r}: a block in {source.tolist()} is freed by this plan",
+            )
     for what, ids in (("zeroed", zero[zero != NULL]), ("copied to", destination[real])):
         if pool.sealed[group][ids].any():
             raise PlanError(
@@ -215,6 +229,17 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
         raise PlanError(
             "blocks are zeroed when handed out",
             f"group {group!r}: blocks {dirty.tolist()} are new to a row and neither zeroed nor copied to",
+        )
+
+
+def _check_kept(plan: StepPlan, group: str, before: np.ndarray) -> None:
+    kept = before[~plan.clear]
+    made = np.concatenate([plan.zero[group], plan.copies[group][1]])
+    wiped = made[(made != NULL) & np.isin(made, kept)]
+    if wiped.size:
+        raise PlanError(
+            "only what is handed out is zeroed or copied to",
+            f"group {group!r}: blocks {np.unique(wiped).tolist()} are in use by a row",
         )
 
 
@@ -240,6 +265,11 @@ def _check_owners(
                 "finished rows are null",
                 f"group {group!r}: row {row} is nobody's and names {table[row].tolist()}",
             )
+    for row in np.flatnonzero(~used).tolist():
+        if holders[row] is not None:
+            raise PlanError(
+                "live rows have blocks", f"group {group!r}: row {row} of {holders[row]!r} is null"
+            )
     changed = np.unique(plan.cells[group].rows[plan.cells[group].ids != NULL])
     for row in changed.tolist():
         mine = set(pool.held.get(holders[row] or "", {}).get(group, ()))
@@ -252,7 +282,7 @@ def _check_owners(
 
 
 def _check_prefill(
-    prefill: Prefill, shape: PlanShape, tables: HostTables, holders: Holders
+    prefill: Prefill, shape: PlanShape, tables: HostTables, pool: BlockPool, holders: Holders
 ) -> None:
     spec, lengths = shape.spec, np.diff(prefill.offsets)
     if prefill.offsets[0] < 0 or (lengths < 0).any() or prefill.offsets[-1] > shape.chunk_tokens:
@@ -271,10 +301,21 @@ def _check_prefill(
             )
         for group, n in need.items():
             spec.check_row(group, n, holders[row] or "")
-            if tables[group][row][n - 1] == NULL:
+            ids, before = tables[group][row], spec.need(start)[group]
+            # What it starts from, if anything, and what it leaves its state in.
+            for column in {max(before, 1) - 1, n - 1}:
+                if ids[column] == NULL:
+                    raise PlanError(
+                        "no live row resolves to null",
+                        f"group {group!r}: {holders[row]!r} has no block in column {column} for "
+                        f"positions {start} to {end - 1}",
+                    )
+            per_block = spec.group(group).tokens_per_block(spec.context_shards)
+            first = start // per_block if per_block is not None else 0
+            if pool.sealed[group][ids[first:n]].any():
                 raise PlanError(
-                    "no live row resolves to null",
-                    f"group {group!r}: {holders[row]!r} has no block for position {end - 1}",
+                    "sealed blocks are never written",
+                    f"group {group!r}: {holders[row]!r} would write a block in {ids[first:n].tolist()}",
                 )
     if prefill.sample[lengths == 0].any():
         raise PlanError(
