@@ -7,6 +7,7 @@ and dispatched before the one before it is observed, so the host's work hides be
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import time
@@ -108,7 +109,6 @@ class Engine:
         self._in_flight: collections.deque[_Dispatched] = collections.deque()
         self._news: list[Event] = []
         self._programs: dict[str, Any] = {}
-        self._compilations = 0
         decode = {"steps": self.steps_per_dispatch, "early_exit": device.platform == "cpu"}
         common = {"graph": graph, "spec": self.spec, "poison": self.poison}
         self._jitted = {
@@ -167,7 +167,6 @@ class Engine:
             self._programs = {kind: future.result() for kind, future in pending.items()}
         self.stats.programs, self.stats.compile_s = len(self._programs), time.perf_counter() - begin
         jax.block_until_ready(self.state)
-        self._compilations = compilation.count()
 
     def submit(self, request: Request) -> None:
         """Queues a request.
@@ -194,6 +193,8 @@ class Engine:
                 "unsupported_value", "stop texts need a tokenizer; use stop_ids", "stop"
             )
         budget = scheduler.budget_of(request, self.spec)
+        # A copy of its own: whoever sends the same object again after an abort is not taken for its former self.
+        request = copy.copy(request)
         self._progress[request.id] = Progress.start(request, budget, self._eos, self.tokenizer)
         self._queue.append(request)
         self.stats.requests += 1
@@ -211,12 +212,13 @@ class Engine:
     def step(self) -> list[Event]:
         """Dispatches what can be dispatched, observes the oldest step, and returns the news."""
         self.compile()
+        compiled = compilation.count()
         while len(self._in_flight) < IN_FLIGHT and self._dispatch():
             pass
         news, self._news = self._news, []
         if self._in_flight:
             news += self._observe(self._in_flight.popleft())
-        self.stats.late_compilations = compilation.count() - self._compilations
+        self.stats.late_compilations += compilation.count() - compiled
         return news
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Event]:
@@ -282,11 +284,13 @@ class Engine:
             )
             event = progress.push(tokens, logprobs) if tokens else None
             if outcome.bad[:, row].any() and (event is None or event.completion is None):
-                event = progress.finish(
-                    "error", error=_non_finite(progress), since=len(progress.tokens) - len(tokens)
-                )
-            if event is not None:
-                events.append(self._end(progress, event) if event.completion is not None else event)
+                event = progress.fail(_non_finite(progress), event)
+            if event is None:
+                continue
+            if event.completion is not None:
+                event = self._end(progress, event)
+            if event.tokens or event.text or event.completion is not None:
+                events.append(event)
         return events
 
     def _end(self, progress: Progress, event: Event) -> Event:

@@ -22,6 +22,7 @@ class Progress:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
+    told: int = 0  # tokens that events have reported
     first_token_s: float = 0.0
 
     @classmethod
@@ -36,8 +37,7 @@ class Progress:
 
     def push(self, tokens: list[int], logprobs: list[float]) -> Event:
         """Takes the tokens of one observed step; the event has a completion if they end the request."""
-        before = len(self.tokens)
-        if tokens and not before:
+        if tokens and not self.tokens:
             self.first_token_s = time.perf_counter() - self.submitted
         end = next((i for i, token in enumerate(tokens) if token in self.stop_ids), None)
         count = len(tokens) if end is None else end + 1
@@ -45,39 +45,43 @@ class Progress:
         self.logprobs += logprobs[:count]
         # The end token itself is counted but is not text.
         piece = self._push_text(tokens[: count if end is None else end])
-        reason = None
-        if self.stream is not None and self.stream.stopped:
-            kept = self.stream.kept_tokens
-            del self.tokens[kept:], self.logprobs[kept:]
-            reason = "stop"
-        elif end is not None:
-            reason = "stop"
-        elif len(self.tokens) >= self.budget:
-            reason = "length"
-        if reason is None:
-            return Event(self.request.id, tuple(self.tokens[before:]), piece)
-        return self.finish(reason, since=before, piece=piece)
+        if end is not None or (self.stream is not None and self.stream.stopped):
+            return self.finish("stop", piece=piece)
+        if len(self.tokens) >= self.budget:
+            return self.finish("length", piece=piece)
+        return Event(self.request.id, self._news(), piece)
 
-    def finish(
-        self,
-        reason: str,
-        *,
-        error: RequestError | None = None,
-        since: int | None = None,
-        piece: str = "",
-    ) -> Event:
-        """The last event: what was held back of the text, and the completion."""
+    def finish(self, reason: str, *, error: RequestError | None = None, piece: str = "") -> Event:
+        """The last event: what was held back, and the completion; `piece` is text released but not yet told."""
         if self.stream is not None and not self.stream.stopped:
             rest = self.stream.finish()
             self.text += rest
             piece += rest
+        if self.stream is not None and self.stream.stopped:
+            kept = self.stream.kept_tokens
+            del self.tokens[kept:], self.logprobs[kept:]
+            reason = "stop" if reason == "length" else reason
         completion = Completion(
             id=self.request.id, prompt_tokens=len(self.request.prompt), tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs), text=self.text, finish_reason=reason, error=error,
             first_token_s=self.first_token_s, total_s=time.perf_counter() - self.submitted,
         )  # fmt: skip
-        new = tuple(self.tokens[len(self.tokens) if since is None else since :])
-        return Event(self.request.id, new, piece, completion)
+        return Event(self.request.id, self._news(last=True), piece, completion)
+
+    def fail(self, error: RequestError, before: Event | None) -> Event:
+        """The last event of a request that broke, with the news of the same step, if there was any."""
+        last = self.finish("error", error=error)
+        if before is None:
+            return last
+        tokens, text = before.tokens + last.tokens, before.text + last.text
+        return dataclasses.replace(last, tokens=tokens, text=text)
+
+    def _news(self, *, last: bool = False) -> tuple[int, ...]:
+        """Tokens not told yet, but for those that a stop text may yet take back."""
+        upto = len(self.tokens) if last or self.stream is None else self.stream.settled_tokens
+        news = tuple(self.tokens[self.told : upto])
+        self.told += len(news)
+        return news
 
     def _push_text(self, tokens: list[int]) -> str:
         if self.stream is None or not tokens:

@@ -161,6 +161,15 @@ class TextStream:
             return len(self._ids)
         return self._ends[bisect.bisect_left(self._ends, (self._match[1],))][1]
 
+    @property
+    def settled_tokens(self) -> int:
+        """Tokens that no stop text still to be decided can take back: `kept_tokens` will not be less."""
+        if self.stopped or not self._held:
+            return self.kept_tokens
+        # A stop text that begins with the first character held ends there at the earliest.
+        first_held = self._decoded_chars - len(self._held) + 1
+        return self._ends[bisect.bisect_left(self._ends, (first_held,))][1]
+
     def push(self, ids: Iterable[int]) -> str:
         """Take the next tokens and return the text that they release, which may be none."""
         if self.stopped:
