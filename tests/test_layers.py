@@ -16,9 +16,12 @@ LAYERS = (
         "jaxstate.request",
         "jaxstate.text",
         "jaxstate.plan",
+        "jaxstate.sizing",
         "jaxstate.scheduler",
         "jaxstate.sampling",
         "jaxstate.step",
+        "jaxstate.progress",
+        "jaxstate.compilation",
         "jaxstate.engine",
         "jaxstate.lm",
         "jaxstate",  # the package's front: names of the layers up to here

@@ -84,13 +84,14 @@ class Batch:
         self._write(error_row(job.line, job.id, job.error))
 
     def _take(self, event: Event) -> None:
-        self.counts.completion_tokens += len(event.tokens)
+        self.counts.generated += len(event.tokens)
         if event.completion is not None:
             self._end(self.jobs.pop(event.id), event.completion)
 
     def _end(self, job: Job, completion: Completion) -> None:
         counts = self.counts
         counts.prompt_tokens += completion.prompt_tokens
+        counts.completion_tokens += len(completion.tokens)
         counts.cached_tokens += completion.cached_tokens
         if completion.error is not None:
             counts.errors[completion.error.code] += 1

@@ -25,6 +25,7 @@ class Counts:
     errors: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    generated: int = 0  # also those of requests under way, and those that a stop text then cut off
     cached_tokens: int = 0
     first_token_sum_s: float = 0.0
     first_token_max_s: float = 0.0
@@ -178,7 +179,7 @@ def progress_line(counts: Counts, running: int, share: float | None, seconds: fl
     parts += [f"failed {counts.failed:,}"] if counts.failed else []
     parts += [f"running {running:,}"]
     parts += [f"in {counts.prompt_tokens / seconds:,.0f} tok/s"]
-    parts += [f"out {counts.completion_tokens / seconds:,.0f} tok/s"]
+    parts += [f"out {counts.generated / seconds:,.0f} tok/s"]
     if share is not None and 0 < share < 1:
         parts += [f"about {_duration(seconds * (1 - share) / share)} left"]
     return "  ".join(parts)

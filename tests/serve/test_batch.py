@@ -68,7 +68,7 @@ def test_every_line_has_one_row_whatever_it_holds(run):
     assert batch.counts.ok == 2
     assert dict(batch.counts.errors) == dict.fromkeys(codes.values(), 1)
     # Three of a, two of bad up to its ruin, one of line 7.
-    assert batch.counts.completion_tokens == 3 + 2 + 1
+    assert batch.counts.completion_tokens == batch.counts.generated == 3 + 2 + 1
     assert batch.counts.prompt_tokens == 3 + 4 + 2
 
 
