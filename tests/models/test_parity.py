@@ -120,3 +120,30 @@ def test_greedy_tokens(variant):
         for k in range(2):
             made[k].append(logits[k].argmax())
     chex.assert_trees_all_equal([np.array(m, np.int32) for m in made], wanted)
+
+
+@pytest.mark.parametrize(("lead", "company"), [(0, 3), (5, 17), (1, 45)])
+def test_a_split_at_the_chunk_changes_no_bit_whatever_the_company(variant, lead, company):
+    model, numbers = model_of(variant), golden(variant)
+    prompt, other = numbers["prompt_0"], numbers["prompt_2"][:company]
+    (wanted,), whole = prefill(model, new_cache(model), [(0, 1, prompt)])
+    cache, read, seen = new_cache(model), 0, []
+    for start, end in ((0, 64), (64, 128), (128, 150)):
+        (_, logits), cache = prefill(
+            model, cache, [(0, 5, other), (read, 2, prompt[start:end])], lead=lead
+        )
+        seen.append(logits)
+        read = 2
+    chex.assert_trees_all_equal(np.concatenate(seen), wanted)
+    chex.assert_trees_all_equal(block(cache, 2), block(whole, 1))
+
+
+def test_a_decode_step_changes_no_bit_whatever_the_row_and_company(variant):
+    model, numbers = model_of(variant), golden(variant)
+    _, cache = prefill(
+        model, new_cache(model), [(0, 3, numbers["prompt_2"]), (0, 4, numbers["prompt_0"])]
+    )
+    alone, after = decode(model, cache, [(3, 3, 50)])
+    packed, after_packed = decode(model, cache, [(4, 4, 8), (0, 0, 9), (0, 6, 60), (3, 5, 50)])
+    chex.assert_trees_all_equal(packed[3], alone[0])
+    chex.assert_trees_all_equal(block(after_packed, 5), block(after, 3))
