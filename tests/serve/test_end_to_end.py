@@ -83,16 +83,15 @@ def test_a_file_with_good_and_bad_lines(serve, model, tmp_path, rows_of):
     assert found["engine"]["programs"] == 2
     assert found["engine"]["late_compilations"] == 0
     assert "rows      3 ok, 3 failed" in ran.stderr.decode()
-    assert "compiled decode, 3 rows x 4 tokens" in ran.stderr.decode()
+    assert "compiled  decode, 3 rows x 4 tokens" in ran.stderr.decode()
 
     # The other way round, every line gets the same answer.
     path.write_text("\n".join(line.strip("\ufeff\r") for line in reversed(lines)))
     back = serve(model, "-i", path, "-o", "-", "--progress", "none", *SIZES)
     again = {row["id"]: row for row in rows_of(back.stdout.decode())}
-    assert {name: again[name]["text"] for name in ("drawn", "long") if "text" in again[name]} == {
-        "drawn": rows[2]["text"]
-    }
     assert again["drawn"]["tokens"] == rows[2]["tokens"]
+    assert again["drawn"]["text"] == rows[2]["text"]
+    assert len(set(rows[2]["tokens"])) > 3, "drawn, and not one token over and over"
 
 
 def test_text_through_pipes(serve, model, rows_of):

@@ -1,0 +1,102 @@
+"""README is true: its commands run, its code runs, and its examples are read as it says."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jaxstate.request import SamplingParams
+from jaxstate.serve import protocol
+from jaxstate.serve.lines import Line
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
+
+
+COMMANDS = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
+ELSEWHERE = {
+    "make test": "this is what it runs",
+    "source .venv/bin/activate": "the tests run in an environment already",
+}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory):
+    """Run a command in a folder like a checkout's, with this Python as `python`, nothing installed."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("Makefile", "examples", "jaxstate", "pallas_kernels", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    environment = os.environ | {
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "VIRTUAL_ENV": sys.prefix,
+    }
+
+    def shell(command: str) -> str:
+        # The one set-up is that of the tests; what it would install is checked apart.
+        if command.startswith("make "):
+            command += f" run_stamp= python={sys.executable}"
+        ran = subprocess.run(
+            ["bash", "-c", f"set -eo pipefail; {command}"], cwd=folder, env=environment,
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr.decode()
+        return ran.stdout.decode()
+
+    return shell
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ELSEWHERE])
+def test_commands_of_the_readme_run(shell, command):
+    out = shell(command)
+    assert out or "-o results.jsonl" in command
+
+
+def test_every_command_is_tried_or_accounted_for():
+    assert set(ELSEWHERE) < set(COMMANDS)
+    named = re.findall(r"EXTRAS=(\w+)", " ".join(COMMANDS))
+    assert named
+    assert set(named) < set(PROJECT["optional-dependencies"])
+
+
+def test_code_of_the_readme_runs():
+    out, names = io.StringIO(), {}
+    with contextlib.redirect_stdout(out):
+        for block in blocks("python"):
+            exec(compile(block, "README.md", "exec"), names)
+    shown = out.getvalue()
+    assert "length" in shown or "stop" in shown
+    assert f"{names['spec'].bytes_per_sequence} bytes of state" in shown
+
+
+def test_lines_of_the_readme_are_read_as_it_says():
+    example, rows = blocks("json")
+    rules = protocol.Rules(SamplingParams(), False, lambda text: [1], 10)
+    job = protocol.Plain(rules).parse(Line(1, example.strip().encode()))
+    assert isinstance(job, protocol.Job)
+    good, bad = map(json.loads, rows.strip().splitlines())
+    refused = protocol.Plain(rules).parse(Line(2, b'{"prompt": "a", "temprature": 1}'))
+    assert isinstance(refused, protocol.Refusal)
+    assert protocol.error_row(refused.line, refused.id, refused.error) == bad
+    assert list(good) == ["id", "line", "text", "finish_reason", "usage"]
+
+
+def test_links_of_the_readme_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
