@@ -10,7 +10,9 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 
-def _fill(dtype) -> float | int:
+def _fill(dtype) -> float | int | bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
     return jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
 
 
