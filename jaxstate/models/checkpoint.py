@@ -160,9 +160,13 @@ def _headers(folder: pathlib.Path) -> dict[str, Header]:
 
 def _indexed(folder: pathlib.Path) -> dict[str, Header]:
     where = _json(folder / INDEX).get("weight_map")
-    if not isinstance(where, dict) or not where:
-        raise CheckpointError(f"{folder / INDEX} has no weight_map")
-    files = sorted(set(map(str, where.values())))
+    if (
+        not isinstance(where, dict)
+        or not where
+        or not all(isinstance(f, str) for f in where.values())
+    ):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map from tensor names to file names")
+    files = sorted(set(where.values()))
     strange = [name for name in files if pathlib.PurePath(name).name != name]
     if strange:
         raise CheckpointError(

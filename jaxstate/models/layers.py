@@ -28,6 +28,17 @@ def value(parameter: nnx.Param[Array] | None) -> Array | None:
     return None if parameter is None else parameter[...]
 
 
+def matmul(
+    x: Float[Array, "... n"], weight: Float[Array, "n m"], dtype: Any
+) -> Float[Array, "... m"]:
+    """`x @ weight` in `dtype`, summed in float32; float32 operands are not rounded, as a GPU would by default."""
+    return jnp.matmul(x, weight, precision=_precision(weight), preferred_element_type=dtype)
+
+
+def _precision(weight: Array) -> lax.Precision:
+    return lax.Precision.HIGHEST if weight.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
 def rms_normalise(x: Float[Array, "... d"], eps: float) -> Float32[Array, "... d"]:
     """`x` over its root mean square (Zhang & Sennrich 2019, arXiv:1910.07467), in float32."""
     x = x.astype(jnp.float32)
@@ -76,7 +87,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
         """`x W + b`."""
-        y = x @ self.weight[...]
+        weight = self.weight[...]
+        y = matmul(x, weight, weight.dtype)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -106,7 +118,11 @@ class Embedding(nnx.Module):
         """Scores of all tokens, as the head of a model whose head is tied to its embedding."""
         table = self.weight[...]
         return jnp.einsum(
-            "...d,vd->...v", hidden.astype(table.dtype), table, preferred_element_type=jnp.float32
+            "...d,vd->...v",
+            hidden.astype(table.dtype),
+            table,
+            precision=_precision(table),
+            preferred_element_type=jnp.float32,
         )
 
 
@@ -119,4 +135,4 @@ class Head(nnx.Module):
     def attend(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... vocab"]:
         """Scores of all tokens."""
         weight = self.weight[...]
-        return jnp.matmul(hidden.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+        return matmul(hidden.astype(weight.dtype), weight, jnp.float32)

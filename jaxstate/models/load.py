@@ -36,7 +36,7 @@ def parse_config(values: Mapping[str, Any], what: str = CONFIG) -> Config:
       CheckpointError: an unknown family, with those supported, or fields that are wrong or not supported.
     """
     model_type = values.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"{what}: model_type is {model_type!r}; supported: {', '.join(FAMILIES)}"
         )

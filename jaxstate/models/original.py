@@ -53,6 +53,9 @@ def published(config: Mapping[str, Any], what: str) -> dict[str, Any]:
         "tie_word_embeddings": fields.flag("tie_embeddings", True),
     }
     options = config.get("ssm_cfg") or {}
+    if not isinstance(options, dict):
+        fields.problem(f"ssm_cfg is {options!r}; it must be an object")
+        options = {}
     layer = options.get("layer", "Mamba1")
     if layer == "Mamba1":
         out |= {"model_type": "mamba", "state_size": 16}
@@ -65,6 +68,9 @@ def published(config: Mapping[str, Any], what: str) -> dict[str, Any]:
         fields.done()
         raise AssertionError
     inner = Fields(options, "")
+    inner.size("expand", 2)
+    if layer == "Mamba2":
+        inner.size("headdim", 64)
     inner.only("D_has_hdim", False)
     inner.only("rmsnorm", True)
     inner.only("norm_before_gate", False)

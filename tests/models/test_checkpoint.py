@@ -214,6 +214,10 @@ def test_first_layout_without_a_layer_is_mamba1_and_pads_its_vocabulary(folder):
         ({"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "ssm_cfg.D_has_hdim"),
         ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 32}}, "ssm_cfg.d_ssm"),
         ({"ssm_cfg": {"twist": 2}}, "ssm_cfg.twist"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 0}}, "ssm_cfg.headdim is 0"),
+        ({"ssm_cfg": {"expand": "two"}}, "ssm_cfg.expand is 'two'"),
+        ({"ssm_cfg": [16]}, "ssm_cfg is [16]"),
+        ({"d_model": None}, "d_model is None"),
     ],
 )
 def test_first_layout_options_that_change_the_computation_are_refused(folder, change, word):
@@ -266,8 +270,9 @@ def test_an_index_that_names_what_is_not_there(folder):
     )
     made.write_index(where | {name: "../elsewhere.safetensors"})
     refused(made.path, "outside its folder", "../elsewhere.safetensors")
-    made.write_index({})
-    refused(made.path, "no weight_map")
+    for nothing in ({}, [], {name: 3}):
+        made.write_index(nothing)
+        refused(made.path, "no weight_map")
 
 
 @pytest.mark.parametrize("size", [4, 100, 20_000])
@@ -344,6 +349,13 @@ def test_an_unknown_family_names_those_supported(folder):
     made = folder()
     made.config["model_type"] = "rwkv7"
     refused(made.write(), "model_type is 'rwkv7'", "falcon_mamba, mamba, mamba2")
+
+
+@pytest.mark.parametrize("model_type", [None, ["mamba"]])
+def test_a_family_that_is_not_a_name(folder, model_type):
+    made = folder()
+    made.config["model_type"] = model_type
+    refused(made.write(), "supported: falcon_mamba, mamba, mamba2")
 
 
 @pytest.mark.parametrize(

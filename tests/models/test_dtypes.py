@@ -21,6 +21,17 @@ def named_leaves(model):
         yield [getattr(key, "name", getattr(key, "idx", None)) for key in path], leaf
 
 
+def lowered_step(model):
+    rows = RowIds(*2 * [jnp.zeros(ROWS, jnp.int32)])
+    tokens = jnp.zeros(ROWS, jnp.int32)
+
+    def step(model, cache):
+        hidden, cache = model.decode(tokens, tokens, {"mamba": rows}, cache)
+        return model.logits(hidden), cache
+
+    return jax.jit(step).lower(model, new_cache(model)).as_text()
+
+
 @pytest.mark.parametrize("variant", BOTH)
 def test_recurrence_parameters_stay_float32(variant):
     for path, leaf in named_leaves(model_of(variant, "bfloat16")):
@@ -68,14 +79,7 @@ def test_every_block_gives_back_the_dtype_it_got(variant, dtype, residual):
 @pytest.mark.parametrize("variant", ["mamba", "mamba_untied_bias", "mamba2", "mamba2_groups"])
 def test_no_weight_is_widened_for_its_matmul(variant):
     model = model_of(variant, "bfloat16")
-    rows = RowIds(*2 * [jnp.zeros(ROWS, jnp.int32)])
-    tokens = jnp.zeros(ROWS, jnp.int32)
-
-    def step(model, cache):
-        hidden, cache = model.decode(tokens, tokens, {"mamba": rows}, cache)
-        return model.logits(hidden), cache
-
-    text = jax.jit(step).lower(model, new_cache(model)).as_text()
+    text = lowered_step(model)
     shapes = {
         leaf.shape
         for _, leaf in named_leaves(model)
@@ -85,6 +89,14 @@ def test_no_weight_is_widened_for_its_matmul(variant):
     weights = [right for _, right in dots if tuple(map(int, right.split("x")[:-1])) in shapes]
     assert len(weights) >= 3
     assert all(right.endswith("bf16") for right in weights)
+
+
+@pytest.mark.parametrize("variant", ["mamba", "mamba_untied_bias", "mamba2"])
+def test_float32_matmuls_are_not_rounded_on_the_way(variant):
+    # A GPU would otherwise round their operands to 10 bits.
+    dots = [line for line in lowered_step(model_of(variant)).splitlines() if "dot_general" in line]
+    assert len(dots) >= 3
+    assert all("HIGHEST" in line for line in dots)
 
 
 @pytest.mark.parametrize("variant", ["mamba", "falcon_mamba", "mamba2_groups", "mamba2_limit"])
