@@ -71,8 +71,7 @@ class StateCache(struct.PyTreeNode):
         Raises:
           OwnershipError: a null, repeated or out-of-range id (where ids are known; under `jax.jit` they never wrap).
         """
-        for group, given in ids.items():
-            self._check(group, given, null_ok=False)
+        ids = {group: self._checked(group, given, null_ok=False) for group, given in ids.items()}
         cache = self.zero(ids)
         return cache, {group: cache.read(group, given) for group, given in ids.items()}
 
@@ -91,9 +90,9 @@ class StateCache(struct.PyTreeNode):
           OwnershipError: a destination named twice, or an id out of range.
         """
         groups = dict(self.groups)
-        for group, (source, destination) in copies.items():
-            self._check(group, source)
-            self._check(group, destination)
+        for group, pair in copies.items():
+            source = self._checked(group, pair[0], repeat_ok=True)
+            destination = self._checked(group, pair[1])
             groups[group] = jax.tree.map(
                 lambda leaf, s=source, d=destination: copy_blocks(leaf, s, d), self._group(group)
             )
@@ -101,7 +100,7 @@ class StateCache(struct.PyTreeNode):
 
     def read(self, group: str, ids: Int[Any, "n"]) -> PyTree:
         """The blocks' state, leaves `[layers, n, …]`; the null block reads as zeros."""
-        self._check(group, ids, repeat_ok=True)
+        ids = self._checked(group, ids, repeat_ok=True)
         return jax.tree.map(lambda leaf: gather_blocks(leaf, ids), self._group(group))
 
     def write(self, group: str, ids: Int[Any, "n"], state: PyTree) -> StateCache:
@@ -111,7 +110,7 @@ class StateCache(struct.PyTreeNode):
           OwnershipError: an id named twice or out of range.
           ValueError: `state` is not shaped like the group's state.
         """
-        self._check(group, ids)
+        ids = self._checked(group, ids)
         leaves = jax.tree.map(
             lambda leaf, new: scatter_blocks(leaf, ids, new), self._group(group), state
         )
@@ -120,7 +119,7 @@ class StateCache(struct.PyTreeNode):
     def _fill(self, ids: Mapping[str, Any], value) -> StateCache:
         groups = dict(self.groups)
         for group, given in ids.items():
-            self._check(group, given)
+            given = self._checked(group, given)
             groups[group] = jax.tree.map(
                 lambda leaf, g=given: fill_blocks(leaf, g, value(leaf)), self._group(group)
             )
@@ -131,11 +130,12 @@ class StateCache(struct.PyTreeNode):
             raise SpecError(f"there is no group {group!r}; the groups are {sorted(self.groups)}")
         return self.groups[group]
 
-    def _check(
+    def _checked(
         self, group: str, ids: Any, *, null_ok: bool = True, repeat_ok: bool = False
-    ) -> None:
+    ) -> Int[Any, "n"]:
+        """The ids as an array; known ones break no rule, and those known only on the device are not looked at."""
         if isinstance(ids, Tracer):
-            return
+            return ids
         given, size = np.atleast_1d(np.asarray(ids, dtype=np.int64)), self.blocks(group)
         for block in given[(given < 0) | (given >= size)].tolist():
             raise OwnershipError(
@@ -150,6 +150,7 @@ class StateCache(struct.PyTreeNode):
             raise OwnershipError(
                 "each block once", f"group {group!r}: a block is named twice in {given.tolist()}"
             )
+        return given.astype(np.int32)
 
     def __repr__(self) -> str:
         return "StateCache(\n" + "\n".join(format_leaves(self.groups)) + "\n)"
