@@ -41,7 +41,7 @@ test: lint
 lint: $(test_stamp)
 	$(python) -m ruff check
 	$(python) -m ruff format --check
-	$(python) -m pyright
+	$(python) -m pyright --pythonpath $(python)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

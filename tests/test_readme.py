@@ -39,12 +39,13 @@ def shell(tmp_path_factory):
     for name in ("Makefile", "examples", "jaxstate", "pallas_kernels", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
-    (folder / "bin" / "python").symlink_to(sys.executable)
+    python = folder / "bin" / "python"  # not a link: that would lose the environment it lies in
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
     environment = os.environ | {
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-        "VIRTUAL_ENV": sys.prefix,
     }
 
     def shell(command: str) -> str:
