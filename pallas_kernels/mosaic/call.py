@@ -1,0 +1,52 @@
+"""How a kernel is called: optional operands, pools updated in place, one lowering for all layers."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SM_COUNT = 132
+"""Multiprocessors of an H100 or H200; persistent kernels size their grids by it."""
+
+
+def call(
+    body: Callable,
+    operands: Mapping[str, Any],
+    pool: jax.Array,
+    out: jax.ShapeDtypeStruct,
+    *,
+    grid: Mapping[str, int],
+    scratch: Mapping[str, Any] | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs `body(refs, pool, y, **scratch)` and returns `(y, pool)`.
+
+    `refs` maps every name of `operands` to a ref, or to None where the operand is None. The pool is
+    one buffer before and after, if the caller lets XLA donate it.
+    """
+    names = [name for name, operand in operands.items() if operand is not None]
+    absent = dict.fromkeys(operands.keys() - set(names))
+
+    def kernel(*refs, **scratch):
+        *inputs, pool, y = refs
+        body({**dict(zip(names, inputs, strict=True)), **absent}, pool, y, **scratch)
+
+    kernel.__name__ = body.__name__
+    ref = jax.new_ref(pool)
+    y = plgpu.kernel(
+        kernel,
+        out_type=out,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        scratch_types=dict(scratch or {}),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*(operands[name] for name in names), ref)
+    return y, jax.freeze(ref)
+
+
+def scalar_operand(layer) -> jax.Array:
+    """A layer index as the array of one element that kernels load it from."""
+    return jnp.asarray(layer, jnp.int32).reshape(1)

@@ -1,0 +1,62 @@
+"""Which calls the kernels can run, and why not the others."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def device_reason() -> str | None:
+    """Why the default device cannot run Mosaic GPU kernels; None if it can."""
+    device = jax.devices()[0]
+    if device.platform not in ("gpu", "cuda"):
+        return f"it needs an NVIDIA GPU, and this is {device.platform}"
+    capability = getattr(device, "compute_capability", None)
+    if capability is None or float(capability) < 9.0:
+        return f"it needs compute capability 9.0 (Hopper) or newer, and this is {capability}"
+    return None
+
+
+def _dtype_reason(operands: Mapping[str, Any]) -> str | None:
+    for name, array in operands.items():
+        dtype = getattr(array, "dtype", None)
+        if dtype is None or jnp.issubdtype(dtype, jnp.integer):
+            continue
+        if dtype not in DTYPES:
+            return f"{name} is {dtype}, and it takes float32, bfloat16 and float16"
+    return None
+
+
+def _conv_reason(channels: int, taps: int) -> str | None:
+    if taps < 2:
+        return "a convolution of one tap has no window"
+    if channels % 128:
+        return f"it needs a multiple of 128 channels, got {channels}"
+    return None
+
+
+def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
+    """Why the shapes do not fit the kernels' tiles; None if they do."""
+    if op == "conv_step":
+        taps, channels = operands["weight"].shape
+        return _conv_reason(channels, taps)
+    if op == "selective_step":
+        channels, size = operands["A"].shape
+        if channels % 128:
+            return f"it needs a multiple of 128 channels, got {channels}"
+        if size > 32:
+            return f"it keeps a channel's states in registers, at most 32 of them, got {size}"
+        return None
+    taps, channels = operands["conv_weight"].shape
+    _, width, size = operands["states"].shape[2:]
+    if width % 16 or size % 32 or size > 512:
+        return f"it needs heads of a multiple of 16 by a multiple of 32 to 512, got {width} by {size}"
+    return _conv_reason(channels, taps)
+
+
+def supports(op: str, operands: Mapping[str, Any]) -> str | None:
+    """Why the kernels cannot run this call; None if they can."""
+    return device_reason() or _dtype_reason(operands) or shape_reason(op, operands)
