@@ -25,13 +25,14 @@ def test_training_multiplies_in_low_precision_forwards_and_backwards():
     args = [jnp.ones(shape, jnp.float32) for shape in shapes]
 
     def loss(*args):
-        return ssd_dense(*args, chunk=16, matmul_dtype=jnp.bfloat16)[0].sum()
+        return jnp.sum(ssd_dense(*args, chunk=16, matmul_dtype=jnp.bfloat16)[0] ** 2)
 
     text = lower(jax.grad(loss, argnums=range(5)), *args)
     dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     low = [line for line in dots if "bf16" in line.split(" : ")[-1]]
-    # The recurrence between the chunks alone stays in float32: forwards, and twice backwards.
-    assert len(low) >= 12 and len(dots) - len(low) <= 3
+    # Four products in a chunk, each with two gradients. The recurrence between the chunks alone
+    # stays in float32.
+    assert (len(low), len(dots) - len(low)) == (12, 3)
     assert all(line.rstrip().endswith("xf32>") for line in low)
 
 
