@@ -89,6 +89,7 @@ class Summary:
         )
         lines = [f"rows      {rows['ok']:,} ok, {rows['failed']:,} failed"]
         lines[0] += f" ({causes})" if causes else ""
+        lines[0] += "" if self.finished else "; stopped before the end of the input"
         if self.counts.ok:
             lines += [
                 f"tokens    {tokens['prompt']:,} in ({tokens['prompt_per_s']:,.0f}/s), "
@@ -174,14 +175,12 @@ def progress_line(counts: Counts, running: int, share: float | None, seconds: fl
     """Return one line on rows, tokens and time; `share` is how much of the input has been read."""
     seconds = max(seconds, 1e-9)
     parts = [f"{counts.rows:,} rows"]
-    if share is not None:
-        parts[0] += f", {share:.0%} of the input read"
-    parts += [f"failed {counts.failed:,}"] if counts.failed else []
-    parts += [f"running {running:,}"]
-    parts += [f"in {counts.prompt_tokens / seconds:,.0f} tok/s"]
-    parts += [f"out {counts.generated / seconds:,.0f} tok/s"]
+    parts += [f"{share:.0%} read"] if share is not None else []
+    parts += [f"{counts.failed:,} failed"] if counts.failed else []
+    rates = counts.prompt_tokens / seconds, counts.generated / seconds
+    parts += [f"{running:,} under way", "tokens/s: {:,.0f} in, {:,.0f} out".format(*rates)]
     if share is not None and 0 < share < 1:
-        parts += [f"about {_duration(seconds * (1 - share) / share)} left"]
+        parts += [f"{_duration(seconds * (1 - share) / share)} left"]
     return "  ".join(parts)
 
 

@@ -1,6 +1,7 @@
 """Progress and summary."""
 
 import collections
+import dataclasses
 import io
 import json
 
@@ -21,13 +22,12 @@ def counts() -> Counts:
 
 def test_a_line_of_progress():
     assert progress_line(counts(), 8, 0.25, 30.0) == (
-        "1,237 rows, 25% of the input read  failed 3  running 8  in 200 tok/s  out 300 tok/s"
-        "  about 90 s left"
+        "1,237 rows  25% read  3 failed  8 under way  tokens/s: 200 in, 300 out  90 s left"
     )
     assert progress_line(Counts(ok=5), 2, None, 10.0) == (
-        "5 rows  running 2  in 0 tok/s  out 0 tok/s"
+        "5 rows  2 under way  tokens/s: 0 in, 0 out"
     )
-    assert progress_line(Counts(), 0, 0.5, 7260.0).endswith("about 2 h 1 min left")
+    assert progress_line(Counts(), 0, 0.5, 7260.0).endswith("  2 h 1 min left")
 
 
 def test_plain_lines_come_every_few_seconds():
@@ -100,6 +100,8 @@ def test_the_summary_adds_up():
     assert values["first_token_s"] == {"mean": 0.5, "max": 2.5}
     assert values["seconds"] == {"load": 1.0, "compile": 4.0, "generate": 30.0}
     assert values["finished"] is True
+    stopped = dataclasses.replace(summary(counts()), finished=False)
+    assert stopped.lines()[0].endswith("bad_json 1); stopped before the end of the input")
 
 
 def test_a_run_without_a_good_row_has_a_summary_too():
