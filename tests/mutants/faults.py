@@ -1,0 +1,432 @@
+"""The faults that state caches have had, each put back by replacing one function or two of the finished code.
+
+Most have two guards. Where the host's checks would refuse the plan, a fault is shown twice: refused as things are, and
+with `checks_off` as what it was when it was found. Where two mechanisms on the device each suffice, both are taken out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstate import engine, progress, scheduler, step
+from jaxstate.state import BlockPool, BlockTables, CacheSpec, StateCache
+from jaxstate.state.cache import fill_blocks
+from pallas_kernels import blocks
+from tests.mutants import scenarios
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault, how it is put back, the scenario that shows it, and the symptoms that have to be seen.
+
+    `guarded` says that the host's checks stop it, so it shows with `checks_off` only; `compiled` names the device's
+    programs that it changes; `reshaped` says that it changes the cache's shapes.
+    """
+
+    name: str
+    patch: Patch
+    seen: set[str]
+    scenario: Callable[..., dict[str, str]] = scenarios.serve
+    guarded: bool = False
+    compiled: tuple[str, ...] = ()
+    reshaped: bool = False
+    poison: bool = True
+
+
+# -- helpers ---------------------------------------------------------------------------------------
+
+
+def checks_off(patch: pytest.MonkeyPatch) -> None:
+    """Takes out everything by which the host refuses: plan validation, row widths and the pool's guards."""
+    counted = BlockPool._counted
+
+    def apply_only(plan, shape, tables, pool, holders):
+        after = {}
+        for group, table in tables.items():
+            after[group] = table = np.where(plan.clear[:, None], 0, table)
+            cells = plan.cells[group]
+            for row, column, block in zip(cells.rows, cells.columns, cells.ids, strict=True):
+                if block and column < table.shape[1]:
+                    table[row, column] = block
+        return after
+
+    def never_below_zero(self, group, ids, by):
+        return np.maximum(counted(self, group, ids, by), 0)
+
+    patch.setattr(scheduler, "check_plan", apply_only)
+    patch.setattr(CacheSpec, "check_row", lambda self, name, need, request="": None)
+    patch.setattr(BlockPool, "_require_held", lambda self, holder, group, ids: None)
+    patch.setattr(BlockPool, "_counted", never_below_zero)
+
+
+def planner(change: Callable[..., None]) -> Patch:
+    """Puts a fault into the planner: `change(plan, tables, pool, holders)` spoils each plan before it is checked."""
+
+    def put(patch: pytest.MonkeyPatch) -> None:
+        check = scheduler.check_plan
+
+        def spoiled(plan, shape, tables, pool, holders):
+            change(plan, tables, pool, holders)
+            return check(plan, shape, tables, pool, holders)
+
+        patch.setattr(scheduler, "check_plan", spoiled)
+
+    return put
+
+
+def everywhere(patch: pytest.MonkeyPatch, function: Any, other: Any) -> None:
+    """Replaces a function in every module that has imported it by name."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in ("jaxstate", "pallas_kernels", "tests"):
+            if getattr(module, function.__name__, None) is function and module is not blocks:
+                patch.setattr(module, function.__name__, other)
+
+
+def together(*patches: Patch) -> Patch:
+    def put(patch: pytest.MonkeyPatch) -> None:
+        for each in patches:
+            each(patch)
+
+    return put
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def _never_clears(plan, tables, pool, holders):
+    plan.clear[:] = False
+
+
+def clears_late(patch):
+    """Blocks return to the pool two plans before the row that names them is cleared."""
+    pending = [False, False]
+
+    def delay(plan, tables, pool, holders):
+        pending.append(plan.clear.copy())
+        vacant = np.array([holder is None for holder in holders])
+        plan.clear[:] = pending.pop(0) & vacant
+
+    planner(delay)(patch)
+
+
+def device_keeps_rows(patch):
+    update = BlockTables.update
+    patch.setattr(
+        BlockTables, "update", lambda self, clear=None, entries=None: update(self, None, entries)
+    )
+
+
+def decode_unmasked(patch):
+    token_rows = step.token_rows
+
+    def all_rows(group, tables, rows):
+        return token_rows(group, tables, rows.replace(active=jnp.ones_like(rows.active)))
+
+    patch.setattr(step, "token_rows", all_rows)
+
+
+def leaves_early(patch):
+    """The last step of a request is taken for done as soon as the one before it is planned."""
+    early = property(lambda self: self.ended or (self.made >= self.budget - 2 and self.made > 0))
+    patch.setattr(scheduler.Running, "leaving", early)
+
+
+def credits_new_tenant(patch):
+    observe = engine.Engine._observe
+
+    def by_row(self, dispatched):
+        planned = dataclasses.replace(dispatched.planned, serves=self.schedule.rows)
+        return observe(self, dataclasses.replace(dispatched, planned=planned))
+
+    patch.setattr(engine.Engine, "_observe", by_row)
+
+
+def credits_by_id(patch):
+    observe = engine.Engine._observe
+
+    def by_id(self, dispatched):
+        def now(running):
+            known = running and self._progress.get(running.request.id)
+            return known and dataclasses.replace(running, request=known.request)
+
+        planned = dataclasses.replace(
+            dispatched.planned, serves=tuple(now(r) for r in dispatched.planned.serves)
+        )
+        return observe(self, dataclasses.replace(dispatched, planned=planned))
+
+    patch.setattr(engine.Engine, "_observe", by_id)
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+def _misses_a_group(plan, tables, pool, holders):
+    plan.zero["whole"][:] = 0
+
+
+def zeroes_first_leaf(patch):
+    def first_only(self, ids):
+        groups = dict(self.groups)
+        for group, given in ids.items():
+            leaves, tree = jax.tree.flatten(groups[group])
+            leaves[0] = fill_blocks(leaves[0], given, 0)
+            groups[group] = jax.tree.unflatten(tree, leaves)
+        return self.replace(groups=groups)
+
+    patch.setattr(StateCache, "zero", first_only)
+
+
+def zeroes_after_copy(patch):
+    zero, copy, pending = StateCache.zero, StateCache.copy, []
+
+    def later(self, ids):
+        pending.append(ids)
+        return self
+
+    patch.setattr(StateCache, "zero", later)
+    patch.setattr(StateCache, "copy", lambda self, copies: zero(copy(self, copies), pending.pop()))
+
+
+def starts_from_own_block(patch):
+    """A fresh row reads the block that it is about to write, as engines without a null block do."""
+    packed_rows = step.packed_rows
+
+    def own(spec, group, tables, prefill, ends):
+        rows = packed_rows(spec, group, tables, prefill, ends)
+        return rows._replace(read_ids=jnp.where(rows.read_ids == 0, rows.write_ids, rows.read_ids))
+
+    patch.setattr(step, "packed_rows", own)
+
+
+def _names_anothers_block(plan, tables, pool, holders):
+    cells = plan.cells["whole"]
+    taken = tables["whole"][~plan.clear]
+    if cells.ids[0] and taken.any():
+        cells.ids[0] = taken[taken != 0][0]
+
+
+def frees_twice(patch):
+    release = scheduler._release
+
+    def twice(schedule, leaving):
+        after = release(schedule, leaving)
+        pool = after.pool
+        for running in leaving:
+            pool, _ = pool.free(running.request.id, schedule.pool.held[running.request.id])
+        return dataclasses.replace(after, pool=pool)
+
+    patch.setattr(scheduler, "_release", twice)
+
+
+def no_holder_check(patch):
+    patch.setattr(BlockPool, "_require_held", lambda self, holder, group, ids: None)
+
+
+# -- sizes and ids ---------------------------------------------------------------------------------
+
+
+def one_scale_for_all(patch):
+    """Rows of every group are divided over the context shards, recurrent ones too; what is handed out is not."""
+
+    def capacity(self, name):
+        group = self.group(name)
+        shards = max(self.context_shards, 2)
+        whole = group.block_size is None
+        return 1 if whole else -(-self.max_len // (group.block_size * shards))
+
+    patch.setattr(CacheSpec, "capacity", capacity)
+
+
+def clamps_columns(patch):
+    write_cells = blocks.write_cells
+
+    def clamped(table, rows, columns, ids):
+        return write_cells(table, rows, jnp.clip(jnp.asarray(columns), 0, table.shape[1] - 1), ids)
+
+    everywhere(patch, write_cells, clamped)
+
+
+def truncates_rows(patch):
+    write = BlockTables.write
+
+    def fitting(self, row, ids, start=0):
+        return write(self, row, {g: np.asarray(i)[: self.ids[g].shape[1]] for g, i in ids.items()})
+
+    patch.setattr(BlockTables, "write", fitting)
+
+
+def _pads_with_minus_one(plan, tables, pool, holders):
+    for ids in plan.zero.values():
+        ids[ids == 0] = -1
+
+
+def null_is_minus_one(patch):
+    lookup = BlockTables.lookup
+
+    def minus_one(self, group, columns, live):
+        ids = lookup(self, group, columns, live)
+        return jnp.where(ids == 0, -1, ids)
+
+    patch.setattr(BlockTables, "lookup", minus_one)
+
+
+def negative_ids_wrap(patch):
+    """What numpy does, and `jax.numpy` too unless told otherwise."""
+
+    def wrapping(function):
+        def wrapped(pool, *args):
+            at = next(i for i, a in enumerate(args) if getattr(a, "ndim", 0) == 1)
+            ids = jnp.asarray(args[at])
+            ids = jnp.where(ids < 0, ids + pool.shape[1], ids)
+            return function(pool, *args[:at], ids, *args[at + 1 :])
+
+        return wrapped
+
+    for name in ("read_blocks", "write_blocks", "gather_blocks", "scatter_blocks", "fill_blocks"):
+        everywhere(patch, getattr(blocks, name), wrapping(getattr(blocks, name)))
+
+
+def null_by_product(patch):
+    """The null block is read and multiplied by 0, which is right unless it holds NaN."""
+
+    def masked(ids, values, axis):
+        # Not `ids != 0`: XLA makes a select of a product with a truth value.
+        mask = jnp.sign(ids).reshape((1,) * axis + (-1,) + (1,) * (values.ndim - axis - 1))
+        return values * mask.astype(values.dtype)
+
+    def read(pool, layer, ids):
+        return masked(ids, pool[layer, ids], 0)
+
+    def gather(pool, ids):
+        return masked(ids, pool[:, ids], 1)
+
+    everywhere(patch, blocks.read_blocks, read)
+    everywhere(patch, blocks.gather_blocks, gather)
+
+
+def null_is_written(patch):
+    def write(pool, layer, ids, values):
+        return pool.at[layer, ids].set(
+            values.astype(pool.dtype), mode="drop", wrap_negative_indices=False
+        )
+
+    def scatter(pool, ids, values):
+        return pool.at[:, ids].set(
+            values.astype(pool.dtype), mode="drop", wrap_negative_indices=False
+        )
+
+    everywhere(patch, blocks.write_blocks, write)
+    everywhere(patch, blocks.scatter_blocks, scatter)
+
+
+# -- sampling, prompts and ends --------------------------------------------------------------------
+
+
+def draws_by_row(patch):
+    sample = step.sample
+
+    def by_row(logits, sampling, position):
+        rows = jnp.arange(logits.shape[0], dtype=jnp.uint32)
+        return sample(logits, sampling.replace(request=rows), position)
+
+    patch.setattr(step, "sample", by_row)
+
+
+def draws_by_step(patch):
+    """The draw is keyed by how much is left to do in the batch's first row, not by the token's own position."""
+    sample = step.sample
+
+    def by_step(logits, sampling, position):
+        return sample(logits, sampling, jnp.broadcast_to(position.sum(), position.shape))
+
+    patch.setattr(step, "sample", by_step)
+
+
+def cuts_anywhere(patch):
+    patch.setattr(scheduler, "CHUNK", 1)
+
+
+def device_misses_stops(patch):
+    write = scheduler._write_admission
+
+    def without_stops(plan, running, extra):
+        write(plan, running, extra)
+        plan.admission.stop_ids[running.row] = -1
+
+    patch.setattr(scheduler, "_write_admission", without_stops)
+
+
+def host_keeps_the_tail(patch):
+    push = progress.Progress.push
+
+    def all_of_it(self, tokens, logprobs):
+        stopped = self.stop_ids & set(tokens)
+        self.stop_ids = frozenset()
+        event = push(self, tokens, logprobs)
+        if stopped and event.completion is None:
+            event = self.finish("stop")
+        return event
+
+    patch.setattr(progress.Progress, "push", all_of_it)
+
+
+def _f(name: str, patch: Patch, seen: str, **rest: Any) -> Fault:
+    return Fault(name, patch, set(seen.split(", ")), **rest)
+
+
+ALL = ("prepare", "prefill", "decode")
+
+FAULTS = [
+    # Stale rows.
+    _f("a finished row is not cleared", planner(_never_clears), "tables, active, foreign, text", guarded=True),
+    _f("the device's rows are not cleared", device_keeps_rows, "tables", compiled=ALL),
+    _f("inactive rows are not masked", decode_unmasked, "foreign, text", compiled=("decode",)),
+    _f("the dummy step: rows neither cleared nor masked", together(device_keeps_rows, decode_unmasked),
+       "tables, foreign, text", compiled=ALL),
+    _f("blocks are freed before the row is cleared", clears_late, "tables, active, text", guarded=True),
+    _f("a row is handed on a step early", leaves_early, "lost"),
+    _f("a step's tokens go to the row's new tenant", credits_new_tenant, "lost"),
+    _f("a step's tokens go to whoever has the id now", credits_by_id, "text"),
+    # Dirty blocks.
+    _f("the zero list misses a group", planner(_misses_a_group), "dirty", guarded=True),
+    _f("... and fresh rows read their own block", together(planner(_misses_a_group), starts_from_own_block),
+       "dirty, text", guarded=True, compiled=("prefill",), poison=False),
+    _f("zeroing skips a leaf of a tuple", zeroes_first_leaf, "dirty", compiled=ALL),
+    _f("... and fresh rows read their own block (leaf)", together(zeroes_first_leaf, starts_from_own_block),
+       "dirty, text", compiled=ALL, poison=False),
+    _f("zeroing runs after copying", zeroes_after_copy, "text", scenario=scenarios.fork),
+    # Rows too narrow.
+    _f("one scale factor for all groups", one_scale_for_all, "tables", scenario=scenarios.shards, guarded=True),
+    _f("... in an engine", one_scale_for_all, "tables, text", guarded=True, compiled=ALL, reshaped=True),
+    _f("... and the column is clamped", together(one_scale_for_all, clamps_columns), "tables, text",
+       guarded=True, compiled=ALL, reshaped=True),
+    _f("a row that is too long is cut", truncates_rows, "overflow", scenario=scenarios.values),
+    # Ids.
+    _f("-1 is null and wraps", together(null_is_minus_one, negative_ids_wrap), "foreign, text", compiled=ALL,
+       poison=False),
+    _f("-1 is null and does not wrap", null_is_minus_one, "error", compiled=("prefill", "decode")),
+    _f("-1 pads the zero list and wraps", together(planner(_pads_with_minus_one), negative_ids_wrap), "text",
+       guarded=True, compiled=ALL),
+    _f("null is read and multiplied by 0", null_by_product, "error", compiled=("prefill", "decode")),
+    _f("null is written", null_is_written, "null", compiled=("prefill", "decode")),
+    # Owners.
+    _f("two rows write one block", planner(_names_anothers_block), "tables, text", guarded=True),
+    _f("blocks are freed twice", frees_twice, "text", guarded=True),
+    _f("the pool takes a double free", no_holder_check, "double free", scenario=scenarios.values),
+    # Company and ends.
+    _f("draws are keyed by row", draws_by_row, "company", compiled=("prefill", "decode")),
+    _f("draws are keyed by the batch's step", draws_by_step, "company", compiled=("prefill", "decode")),
+    _f("prompts are cut anywhere", cuts_anywhere, "company", scenario=scenarios.splits),
+    _f("the device misses stop ids", device_misses_stops, "late"),
+    _f("tokens after the end leak", together(device_misses_stops, host_keeps_the_tail), "late, text"),
+]  # fmt: skip
