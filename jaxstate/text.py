@@ -133,7 +133,7 @@ class TextStream:
         self._stop = tuple(stop)
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
-        self._undecoded = 0  # tokens since the decoder last gave text
+        self._undecoded: list[int] = []  # tokens since the decoder last gave text
         self._decoded_chars = 0
         self._ends: list[
             tuple[int, int]
@@ -178,8 +178,8 @@ class TextStream:
         # Where a stop text ends tells which tokens to keep, so then each token is looked at alone.
         for step in [[i] for i in ids] if self._stop else [ids] if ids else []:
             self._ids += step
-            self._undecoded += len(step)
-            self._take(self._decoder.step(self._tokenizer._tokenizer, step) or "")
+            self._undecoded += step
+            self._take(self._decode(step))
         return self._release(last=False)
 
     def finish(self) -> str:
@@ -187,12 +187,24 @@ class TextStream:
         if self.stopped:
             return ""
         if self._undecoded:
-            self._take(self._tokenizer.decode(self._ids)[self._decoded_chars :])
+            decoded, whole = self.text + self._held, self._tokenizer.decode(self._ids)
+            if whole.startswith(decoded):
+                self._take(whole[len(decoded) :])
+            else:
+                self._take(self._tokenizer.decode(self._undecoded))
         return self._release(last=True)
+
+    def _decode(self, ids: list[int]) -> str:
+        try:
+            return self._decoder.step(self._tokenizer._tokenizer, ids) or ""
+        except Exception:  # a bare one: with these tokens, those before would read otherwise
+            # Some tokenizers do that to bytes that are no character. What is released stays.
+            self._decoder = DecodeStream(ids=self._undecoded, skip_special_tokens=True)
+            return self._tokenizer.decode(self._undecoded)
 
     def _take(self, text: str) -> None:
         if text:
-            self._undecoded = 0
+            self._undecoded = []
             self._decoded_chars += len(text)
             self._held += text
             if self._stop:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -159,6 +159,7 @@ def cut(text: str, stop: list[str]) -> str:
     return text[: min([at for s in stop if (at := text.find(s)) >= 0], default=len(text))]
 
 
+@settings(deadline=None)
 @given(ids | ascii_ids, stops, st.data())
 def test_pieces_are_the_decoded_tokens_cut_at_the_first_stop(ids, stop, data):
     text = TextStream(TOKENIZER, stop)
@@ -181,6 +182,46 @@ def test_pieces_are_the_decoded_tokens_cut_at_the_first_stop(ids, stop, data):
         assert any(kept[len(single) :].startswith(s) for s in stop)
         fewer = TOKENIZER.decode(ids[: text.kept_tokens - 1])
         assert not any(fewer[len(single) :].startswith(s) for s in stop)
+
+
+def byte_fallback(*words: str) -> Tokenizer:
+    """Words with a mark for a blank, and bytes for all else; no byte of a run is text if one is not."""
+    names = [*(f"<0x{i:02X}>" for i in range(256)), *words]
+    backend = tokenizers.Tokenizer(
+        models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return Tokenizer(backend)
+
+
+FALLBACK = byte_fallback("\u2581the", "\u2581", "cat", "\u2581a", "b", "é")
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(128, 261) | st.integers(0, 261), max_size=12), stops)
+def test_bytes_that_are_no_text_are_no_error_with_any_tokenizer(ids, stop):
+    text = TextStream(FALLBACK, stop)
+    pieces = [text.push([i]) for i in ids]
+    assert "".join([*pieces, text.finish()]) == text.text
+    assert text.text == cut(text.text, stop)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.text("aé€\N{GRINNING FACE} ", min_size=1).map(str.encode) | st.integers(256, 261))
+)
+def test_text_spelled_in_bytes_is_that_text(parts):
+    ids = [i for part in parts for i in (part if isinstance(part, bytes) else [part])]
+    text = TextStream(FALLBACK)
+    pieces = [text.push([i]) for i in ids]
+    assert "".join([*pieces, text.finish()]) == FALLBACK.decode(ids)
 
 
 @pytest.fixture

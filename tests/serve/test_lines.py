@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxstate.serve import lines
@@ -81,6 +81,7 @@ def test_no_more_is_read_than_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 1000])
+@settings(deadline=None)
 @given(data=st.lists(st.sampled_from([b"\n", b"\r", b"a", b" ", b"\xc3\xa9", b"\xff"])))
 def test_lines_are_those_of_a_plain_split(chunk, data):
     data = b"x" + b"".join(data)  # no byte order mark here
