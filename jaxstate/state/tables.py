@@ -60,12 +60,13 @@ class BlockTables(struct.PyTreeNode):
 
         Raises:
           CapacityError: more ids than the group's row has columns left.
-          OwnershipError: a null, negative or repeated id, or a row that is not there.
+          OwnershipError: a null, negative, repeated or too large id, or a row that is not there.
         """
         entries = {}
         for group, given in ids.items():
             table = self._table(group)
-            given = given if isinstance(given, Tracer) else np.asarray(given, np.int32)
+            # Wide first: a cast to int32 would wrap an id that is too large onto another block.
+            given = given if isinstance(given, Tracer) else np.asarray(given, np.int64)
             first = start if isinstance(start, int) else start.get(group, 0)
             end = first + given.shape[0]
             if first < 0 or end > table.shape[1]:
@@ -73,13 +74,14 @@ class BlockTables(struct.PyTreeNode):
                     request=f"row {row}", group=group, need=end, capacity=table.shape[1], unit="block ids in a row",
                     remedy="raise the spec's max_len, or write fewer blocks",
                 )  # fmt: skip
-            if isinstance(given, np.ndarray) and (
-                (given <= NULL).any() or len(np.unique(given)) != len(given)
-            ):
-                raise OwnershipError(
-                    "rows name blocks once, and never null",
-                    f"group {group!r}: ids are {given.tolist()}",
-                )
+            if isinstance(given, np.ndarray):
+                bad = (given <= NULL) | (given > np.iinfo(np.int32).max)
+                if bad.any() or len(np.unique(given)) != len(given):
+                    raise OwnershipError(
+                        "rows name blocks once, and never null",
+                        f"group {group!r}: ids are {given.tolist()}",
+                    )
+                given = given.astype(np.int32)
             columns = jnp.arange(first, end, dtype=jnp.int32)
             entries[group] = Cells(jnp.full(given.shape, row, jnp.int32), columns, given)
         self._check_row(row)
