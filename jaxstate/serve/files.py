@@ -7,6 +7,7 @@ a reader at the other end of a pipe sees a row as soon as it exists.
 from __future__ import annotations
 
 import os
+import select
 import stat
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def open_input(name: str) -> int:
       FileError: there is no such file, or it cannot be read.
     """
     if name == "-":
+        _check_open(STDIN, "standard input")
         return STDIN
     try:
         fd = os.open(name, os.O_RDONLY)
@@ -41,6 +43,13 @@ def input_size(fd: int) -> int | None:
     """Return the size in bytes of a regular file, None for pipes and terminals."""
     status = os.fstat(fd)
     return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _check_open(fd: int, what: str) -> None:
+    try:
+        os.fstat(fd)
+    except OSError as error:
+        raise FileError(f"{what} is closed") from error
 
 
 def check_writable(name: str, what: str) -> None:
@@ -67,6 +76,9 @@ class Output:
         self.name = name
         self._made = False
         if name == "-":
+            if input_fd == STDOUT:  # the input got the place of a closed standard output
+                raise FileError("standard output is closed")
+            _check_open(STDOUT, "standard output")
             self._fd = STDOUT
             return
         check_writable(name, "the output")
@@ -96,7 +108,10 @@ class Output:
         """Write one whole line."""
         view = memoryview(row)
         while view:
-            view = view[os.write(self._fd, view) :]
+            try:
+                view = view[os.write(self._fd, view) :]
+            except BlockingIOError:  # whoever made the pipe wanted it so
+                select.select([], [self._fd], [])
 
     def close(self) -> None:
         """Close it; a file made by this run that no row reached is taken away again."""

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 
 import pytest
 
@@ -185,6 +186,42 @@ def test_a_place_where_one_may_not_write(model, prompts, results, monkeypatch, c
     assert run("m", "-i", prompts, "-o", results) == 2
     assert f"cannot write the output {results}: permission denied" in capfd.readouterr().err
     assert model.asked == []
+
+
+def test_a_closed_standard_input_or_output_is_a_wrong_command_line(
+    model, prompts, monkeypatch, capfd
+):
+    closed = os.open(os.devnull, os.O_RDONLY)
+    os.close(closed)
+    for name, flags in (("STDIN", []), ("STDOUT", ["-i", prompts])):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, name, closed)
+            assert run("m", *flags) == 2
+        assert "is closed" in capfd.readouterr().err
+    assert model.asked == []
+
+
+def test_rows_wait_for_a_pipe_that_does_not_block(monkeypatch):
+    source, sink = os.pipe()
+    os.set_blocking(sink, False)
+    monkeypatch.setattr(files, "STDOUT", sink)
+    output = files.Output("-", input_fd=source, overwrite=False)
+    row = bytes(range(256)) * 1024  # more than a pipe holds
+    got = []
+    reader = threading.Thread(target=lambda: got.append(read_all(source, len(row))))
+    reader.start()
+    output.write(row)
+    reader.join()
+    assert got == [row]
+    for fd in (source, sink):
+        os.close(fd)
+
+
+def read_all(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += os.read(fd, 4096)
+    return data
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,9 @@ def test_a_row_comes_while_the_input_is_still_open(start):
     assert (run.returncode, out) == (0, b""), err.decode()
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
 def test_an_interrupted_run_leaves_whole_rows(start, tmp_path, rows_of, signum, code):
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     line = '{"prompt":"go","max_tokens":40,"temperature":1,"ignore_eos":true}\n'
@@ -143,10 +146,11 @@ def test_an_interrupted_run_leaves_whole_rows(start, tmp_path, rows_of, signum, 
     run = start("-i", path, "-o", out, *SIZES)
     while not out.exists() or out.stat().st_size < 2000:
         assert run.poll() is None, run.stderr.read().decode()
+        time.sleep(0.05)
     run.send_signal(signum)
     _, err = run.communicate(timeout=60)
     assert run.returncode == code, err.decode()
-    assert f"stopped by {signal.Signals(signum).name}" in err.decode()
+    assert ("stopped by SIGTERM" in err.decode()) == (signum == signal.SIGTERM)
     assert "Traceback" not in err.decode()
     rows = rows_of(out)
     assert len(rows) > 5
