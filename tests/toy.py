@@ -32,6 +32,7 @@ class ToyConfig:
     layers: int = 2
     paged_block: int | None = 4
     blocks: int | None = None
+    paged_blocks: int | None = None
 
 
 class ToyLM(nnx.Module):
@@ -53,7 +54,7 @@ class ToyLM(nnx.Module):
         c = self.config
         return (
             GroupSpec("whole", "recurrent", c.layers, leaves, blocks=c.blocks),
-            GroupSpec("paged", "recurrent", c.layers, leaves, block_size=c.paged_block),
+            GroupSpec("paged", "recurrent", c.layers, leaves, c.paged_block, c.paged_blocks),
         )
 
     def prefill(self, tokens, positions, rows, cache: StateCache):

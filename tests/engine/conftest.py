@@ -16,15 +16,12 @@ from jaxstate.request import Completion, Request, SamplingParams
 from jaxstate.sizing import Sizes
 from tests.toy import VOCAB, ToyConfig, ToyLM
 
-BLOCKS = 701
-"""Blocks of the group `whole`: a size that no other array has, so that pools are easy to find in a program."""
-
 SIZES = Sizes(rows=4, max_len=256, chunk_tokens=128, decode_steps=4)
 
 
 @pytest.fixture(scope="session")
 def compiled() -> Engine:
-    engine = Engine(ToyLM(ToyConfig(blocks=BLOCKS)), SIZES)
+    engine = Engine(ToyLM(ToyConfig(blocks=9)), SIZES)
     engine.compile()
     return engine
 
@@ -77,6 +74,17 @@ def request(request_id: str, prompt, /, max_tokens: int = 8, **sampling) -> Requ
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     """Random tokens; different seeds share no prefix to speak of."""
     return tuple(np.random.default_rng([seed, length]).integers(0, VOCAB, length).tolist())
+
+
+def company(n, seed=0, longest=200, **sampling):
+    """Random requests: every length, so that prompts share steps, wait, are cut and finish at different times."""
+    rng = np.random.default_rng(seed)
+    return [
+        request(
+            f"r{i}", prompt_of(int(rng.integers(1, longest)), seed=seed + i),
+            max_tokens=int(rng.integers(1, 40)), **sampling,
+        ) for i in range(n)
+    ]  # fmt: skip
 
 
 def run_all(engine: Engine, requests) -> dict[str, Completion]:
