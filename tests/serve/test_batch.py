@@ -115,18 +115,6 @@ def test_an_input_without_lines_gives_no_rows(run):
     assert batch.engine.steps == 0
 
 
-def test_stopping_between_steps_leaves_whole_rows_only(run):
-    class StopHere(Exception):
-        pass
-
-    def pause(batch):
-        if batch.engine.steps == 3:
-            raise StopHere
-
-    with pytest.raises(StopHere):
-        run([line(prompt="abcdef")] * 5, pause=pause)
-
-
 def test_memory_does_not_grow_with_the_file(backwards, tmp_path):
     brief = protocol.Rules(SamplingParams(max_tokens=1), False, RULES.encode, 256)
 
