@@ -6,6 +6,8 @@ The second signal ends the process the hard way, for a run that hangs.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from types import FrameType
 
@@ -44,5 +46,7 @@ class Interrupts:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
         self._received = signum
+        with contextlib.suppress(OSError):
+            os.write(2, b"stopping; once more to stop the hard way\n")
         if not self.deferred:
             self.check()

@@ -225,7 +225,9 @@ def read_all(fd: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_between_steps(model, prompts, results, rows_of, tmp_path, signum, code):
+def test_a_signal_stops_between_steps(
+    model, prompts, results, rows_of, tmp_path, capfd, signum, code
+):
     def signal_once():
         if model.engine.steps == 3:
             os.kill(os.getpid(), signum)
@@ -233,11 +235,15 @@ def test_a_signal_stops_between_steps(model, prompts, results, rows_of, tmp_path
     before = signal.getsignal(signum)
     model.engine.before_step = signal_once
     assert run("m", "-i", prompts, "-o", results, "--stats", tmp_path / "stats") == code
-    # One row a step and a half at this point; whole ones, and no more steps after the signal.
+    # The step in which it came is the last.
     assert model.engine.steps == 4
     assert 0 < len(rows_of(results)) < 9
     assert json.loads((tmp_path / "stats").read_text())["finished"] is False
     assert signal.getsignal(signum) == before
+    err = capfd.readouterr().err
+    assert "stopping; once more" in err
+    assert "stopped before the end of the input" in err
+    assert f"stopped by {signal.Signals(signum).name}" in err
 
 
 def test_a_signal_while_loading_stops_at_once(monkeypatch, prompts, results, capfd):
