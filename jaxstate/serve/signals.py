@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM: stop at once while nothing is at stake, between two steps while rows are
-written.
+"""Ctrl-C and SIGTERM, heard where no row is half written.
 
-The second signal ends the process the hard way, for a run that hangs.
+While nothing is at stake the first signal stops the run at once, while rows are written between two
+steps. The second ends the process the hard way, for a run that hangs.
 """
 
 from __future__ import annotations
