@@ -139,14 +139,15 @@ PER_TOKEN = ("x", "dt", "B", "C", "z", "xbc")
 
 
 def make_rows(case: Case, rng: np.random.Generator, blocks: int) -> Rows:
-    """Rows of a case, over shuffled blocks: every fourth starts fresh, every fourth is null,
-    the others continue in place or from a block of their own; checkpoints at 1, between, at the end.
+    """Rows of a case, over shuffled blocks: every fourth starts fresh, every fourth is null
+    but names a block to read, the others continue in place or from a block of their own. Checkpoints
+    lie at 1, between and at the end.
     """
     count, per_row = len(case.lengths), case.checkpoints
     ids = rng.permutation(np.arange(1, blocks))[: count * (2 + per_row)].reshape((count, -1))
     reads, writes, points = ids[:, 0].copy(), ids[:, 1].copy(), ids[:, 2:]
     kind = np.arange(count) % 4
-    reads[(kind == 0) | (kind == 3)] = 0
+    reads[kind == 0] = 0
     writes[kind == 3] = 0
     writes[kind == 1] = reads[kind == 1]
     positions = np.zeros((count, per_row), np.int32)
@@ -163,7 +164,7 @@ def make_operands(
 ) -> dict[str, Any]:
     """Random operands of a case for its op, options included.
 
-    Every block that no row reads is NaN, block 0 too, and so are the tokens of the padding.
+    Every block that no live row reads is NaN, block 0 too, and so are the tokens of the padding.
     """
     rng = np.random.default_rng(seed)
     if blocks is None:
@@ -181,7 +182,7 @@ def make_operands(
             operands[name] = None
         elif name in POOLS:
             pool = np.full((layers, blocks, *shape), np.nan, np.float32)
-            read = np.unique(rows.read_ids)
+            read = np.asarray(rows.read_ids)[np.asarray(rows.write_ids) > 0]
             read = read[read > 0]
             pool[-1, read] = rng.normal(size=(len(read), *shape))
             operands[name] = jnp.asarray(pool, case.state_dtype)

@@ -81,6 +81,31 @@ class Variants(chex.TestCase):
             check(case, operands, self.variant(op)(arrays))
 
 
+DECODE = [case for case in FIRST_OF_EACH_OP.values() if case.decode]
+
+
+@pytest.mark.parametrize("case", DECODE, ids=lambda case: case.op)
+def test_br29_br140_a_stray_id_of_a_step_touches_no_other_row(case):
+    operands = make_operands(case)
+    op, arrays = op_of(case, operands, None)
+    op = jax.jit(op)
+    y, *pools = op(arrays)
+    blocks = arrays["read_ids"].shape[0] * 2 + 3
+    row = 2
+    assert arrays["read_ids"][row] != 0 != arrays["write_ids"][row]
+    for stray in (-1, -blocks, blocks, 2**31 - 1):
+        strayed, *after = op(arrays | {"write_ids": arrays["write_ids"].at[row].set(stray)})
+        np.testing.assert_array_equal(strayed, y)
+        for name, pool, other in zip([n for n in POOLS if n in arrays], pools, after, strict=True):
+            write = int(arrays["write_ids"][row])
+            expected = np.asarray(pool.at[-1, write].set(arrays[name][-1, write]))
+            assert np.asarray(other).tobytes() == expected.tobytes()
+        lost, *_ = op(arrays | {"read_ids": arrays["read_ids"].at[row].set(stray)})
+        others = np.arange(len(y)) != row
+        np.testing.assert_array_equal(lost[others], y[others])
+        assert np.isnan(lost[row]).all()
+
+
 def test_the_table_covers_every_op():
     assert set(FIRST_OF_EACH_OP) == set(cases.SHAPES)
     assert len({case.name for case in cases.TESTS + cases.BENCHMARKS}) == len(

@@ -36,7 +36,7 @@ def truth(x, raw, A, B, C, initial):
     return y.reshape(x.shape), states[0, 3:5]
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 25, 64, 128])
+@pytest.mark.parametrize("chunk", [1, 25, 64])
 def test_dense_ssd_equals_the_loops(chunk):
     """75 chunks of one token are chained by a scan, few chunks by a matmul."""
     x, raw, A, B, C, initial = operands()
