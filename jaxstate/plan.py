@@ -258,6 +258,11 @@ def _check_owners(
         raise PlanError(
             "no freed block in a row", f"group {group!r}: a row names a block that this plan frees"
         )
+    if pool.refs[group][plan.freed[group]].any():
+        raise PlanError(
+            "freed blocks are nobody's",
+            f"group {group!r}: a block in {np.flatnonzero(plan.freed[group]).tolist()} still has a holder",
+        )
     used = (table != NULL).any(axis=1)
     for row in np.flatnonzero(used).tolist():
         if holders[row] is None:

@@ -149,15 +149,13 @@ def plan_next(
     plan = null_plan(schedule.shape, prefill=kind == "prefill")
     for running in leaving:
         plan.clear[running.row] = True
-        for group, ids in schedule.pool.held[running.request.id].items():
-            plan.freed[group][list(ids)] = True
     if kind == "prefill":
         after, serves = _plan_prefill(stays, admits, plan, tuple(extra_stop_ids))
     else:
         after, serves = _plan_decode(stays, decode_steps)
-    for group, cells in plan.cells.items():
-        # Freed and handed out again in one plan: it is the new tenant's.
-        plan.freed[group][cells.ids] = False
+    for group, freed in plan.freed.items():
+        # Not what has a new tenant already, nor what is sealed and has other holders.
+        freed[:] = (schedule.pool.refs[group] > 0) & (after.pool.refs[group] == 0)
     tables = check_plan(plan, schedule.shape, schedule.tables, after.pool, after.holders)
     after = dataclasses.replace(
         after, tables=tables, turn="decode" if kind == "prefill" else "prefill"
