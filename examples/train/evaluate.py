@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--reset", action="store_true", help="forget the state at every window")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
+    jax.config.update("jax_default_matmul_precision", "highest")
     config, params = model.load(args.model)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     documents, sizes = read_documents(tokenizer, args.text, args.limit)

@@ -120,8 +120,9 @@ def mixer(
     """Returns one mixer's output and the state after it; ``p`` holds one layer's parameters."""
     batch, length, _ = u.shape
     inner, heads, groups = config.inner, config.num_heads, config.n_groups
-    projected = u.astype(dtype) @ p["mixer.in_proj.weight"].astype(dtype).T
-    z, xbc, dt = jnp.split(projected, [inner, inner + config.conv_size], axis=-1)
+    # Three products instead of one whose odd width and slices cost more than reading u again.
+    in_proj = jnp.split(p["mixer.in_proj.weight"].astype(dtype), [inner, inner + config.conv_size])
+    z, xbc, dt = (u.astype(dtype) @ weight.T for weight in in_proj)
 
     window = jnp.concatenate([state.conv.astype(dtype), xbc], axis=1)
     taps = p["mixer.conv1d.weight"][:, 0].T
@@ -154,7 +155,8 @@ def forward(
     unroll: bool = False,
 ) -> tuple[Float[Array, "B T d"], State]:
     """Returns the normed hidden states and the state after the last token."""
-    residual = params["embeddings.weight"].astype(dtype)[tokens].astype(jnp.float32)
+    # Gathered in float32: frequent tokens' gradients meet in one row, too many to add in bfloat16.
+    residual = params["embeddings.weight"][tokens]
 
     def layer(residual, inputs):
         p, state = inputs
@@ -173,9 +175,7 @@ def token_losses(
 ) -> Float[Array, "B T"]:
     """Returns the cross entropy of each target, in nats, with the tied embedding as the head."""
     table = params["embeddings.weight"].astype(dtype)
-    logits = jnp.einsum(
-        "btd,vd->btv", hidden.astype(dtype), table, preferred_element_type="float32"
-    )
+    logits = (hidden.astype(dtype) @ table.T).astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
