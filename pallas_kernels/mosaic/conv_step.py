@@ -44,24 +44,23 @@ def conv_step(
         lanes = pl.ds(lax.axis_index("channels") * width, width)
         layer, read, write = refs["layer"][0], refs["read_ids"][row], refs["write_ids"][row]
 
-        def load32(ref):
-            return load(ref, layout).astype(jnp.float32)
-
-        x = load32(refs["x"].at[row, lanes])
-        weight = [load32(refs["weight"].at[tap, lanes]) for tap in range(taps)]
-        bias = None if refs["bias"] is None else load32(refs["bias"].at[lanes])
+        x = load(refs["x"].at[row, lanes], layout)
+        weight = [load(refs["weight"].at[tap, lanes], layout) for tap in range(taps)]
+        bias = [] if refs["bias"] is None else [load(refs["bias"].at[lanes], layout)]
 
         @pl.when(write != 0)
         def _():
             def stored():
-                return [load32(windows.at[layer, read, k, lanes]) for k in range(taps - 1)]
+                return [load(windows.at[layer, read, k, lanes], layout) for k in range(taps - 1)]
 
             def absent():
-                return [splat(jnp.where(read == 0, 0.0, jnp.nan), (width,), layout)] * (taps - 1)
+                fill = jnp.where(read == 0, 0.0, jnp.nan)
+                return [splat(fill, (width,), layout, windows.dtype)] * (taps - 1)
 
             seen = [*lax.cond(inside(windows, read), stored, absent), x]
-            total = sum(w * v for w, v in zip(weight, seen, strict=True))
-            total = total if bias is None else total + bias
+            seen = [value.astype(jnp.float32) for value in seen]
+            total = sum(w.astype(jnp.float32) * v for w, v in zip(weight, seen, strict=True))
+            total = total + bias[0].astype(jnp.float32) if bias else total
             total = silu(total) if activation == "silu" else total
             store(y.at[row, lanes], total.astype(y.dtype))
 

@@ -63,25 +63,27 @@ def selective_step(
         start = lax.axis_index("rows") * config.rows
         layer = refs["layer"][0]
 
-        def load32(ref, layout):
-            return load(ref, layout).astype(jnp.float32)
-
-        def per_channel(name):
-            return None if refs[name] is None else load32(refs[name].at[lanes], by_channel)
+        def per_channel(name, *row):
+            ref = refs[name]
+            return None if ref is None else load(ref.at[(*row, lanes)], by_channel)
 
         A = load(refs["A"].at[:, lanes], layout)
-        skip, dt_bias = per_channel("skip"), per_channel("dt_bias")
+        weights = [per_channel("skip"), per_channel("dt_bias")]
 
         def step(row, _):
             read, write = refs["read_ids"][row], refs["write_ids"][row]
-            x, dt = (load32(refs[name].at[row, lanes], by_channel) for name in ("x", "dt"))
-            B, C = (load32(refs[name].at[row], by_state) for name in ("B", "C"))
-            z = None if refs["z"] is None else load32(refs["z"].at[row, lanes], by_channel)
+            token = [per_channel(name, row) for name in ("x", "dt", "z")]
+            token += [load(refs[name].at[row], by_state) for name in ("B", "C")]
 
             @pl.when(write != 0)
             def _():
                 block = states.at[layer, read, :, lanes]
                 h = read_block(states, read, lambda: load(block, layout), shape, layout)
+                # Converted after the state's loads are under way: a use waits for its own load.
+                x, dt, z, B, C, skip, dt_bias = (
+                    None if value is None else value.astype(jnp.float32)
+                    for value in (*token, *weights)
+                )
                 step = step_size(dt, dt_bias)
                 h = jnp.exp(across(step) * A) * h + across(step * x) * down(B)
                 total = jnp.sum(h * down(C), axis=0)

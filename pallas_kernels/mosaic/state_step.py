@@ -32,13 +32,14 @@ class Tile(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a tile's update needs beside the state, in float32 registers."""
+    """What a tile's update needs beside the state, as loaded: nothing waits for it yet."""
 
     x: Any
     B: Any
     C: Any
     dt: Any
-    decay: Any
+    dt_bias: Any
+    A: Any
     skip: Any
 
 
@@ -63,27 +64,29 @@ class Sizes(NamedTuple):
         return Tile(row, lax.div(rest, parts), lax.rem(rest, parts) * self.rows)
 
 
-def load_inputs(refs, tile: Tile, sizes: Sizes, dt_limit) -> Inputs:
+def load_inputs(refs, tile: Tile, sizes: Sizes) -> Inputs:
     """The inputs of one tile."""
 
     def vector(start, size, layout):
-        return load(refs["xbc"].at[tile.row, pl.ds(start, size)], layout).astype(jnp.float32)
+        return load(refs["xbc"].at[tile.row, pl.ds(start, size)], layout)
 
     def scalar(name):
-        return None if refs[name] is None else refs[name][tile.head].astype(jnp.float32)
+        return None if refs[name] is None else refs[name][tile.head]
 
     inner, per_group = sizes.heads * sizes.width, sizes.heads // sizes.groups
     group = lax.div(tile.head, per_group) * sizes.state
     x = vector(tile.head * sizes.width + tile.start, sizes.rows, BY_ROW)
     B = vector(inner + group, sizes.state, BY_COLUMN)
     C = vector(inner + sizes.groups * sizes.state + group, sizes.state, BY_COLUMN)
-    dt = refs["dt"][tile.row, tile.head].astype(jnp.float32)
-    dt = step_size(dt, scalar("dt_bias"), dt_limit)
-    return Inputs(x, B, C, dt, jnp.exp(dt * scalar("A")), scalar("skip"))
+    dt = refs["dt"][tile.row, tile.head]
+    return Inputs(x, B, C, dt, scalar("dt_bias"), scalar("A"), scalar("skip"))
 
 
-def update(h, inputs: Inputs):
+def update(h, inputs: Inputs, dt_limit):
     """The new state and the output of one tile."""
+    x, B, C, dt, dt_bias, A, skip = (
+        None if value is None else value.astype(jnp.float32) for value in inputs
+    )
 
     def down(vector):
         return lax.broadcast_in_dim(vector, h.shape, (0,))
@@ -91,9 +94,10 @@ def update(h, inputs: Inputs):
     def across(vector):
         return lax.broadcast_in_dim(vector, h.shape, (1,))
 
-    h = h * inputs.decay + down(inputs.x * inputs.dt) * across(inputs.B)
-    y = jnp.sum(h * across(inputs.C), axis=1)
-    return h, y if inputs.skip is None else y + inputs.x * inputs.skip
+    dt = step_size(dt, dt_bias, dt_limit)
+    h = h * jnp.exp(dt * A) + down(x * dt) * across(B)
+    y = jnp.sum(h * across(C), axis=1)
+    return h, y if skip is None else y + x * skip
 
 
 def direct_kernel(sizes: Sizes, dt_limit) -> Callable:
@@ -105,13 +109,13 @@ def direct_kernel(sizes: Sizes, dt_limit) -> Callable:
         tile = Tile(row, head, lax.axis_index("part") * sizes.rows)
         part = pl.ds(tile.start, sizes.rows)
         layer, read, write = refs["layer"][0], refs["read_ids"][row], refs["write_ids"][row]
-        inputs = load_inputs(refs, tile, sizes, dt_limit)
+        inputs = load_inputs(refs, tile, sizes)
 
         @pl.when(write != 0)
         def _():
             block = states.at[layer, read, head, part]
             h = read_block(states, read, lambda: load(block, LAYOUT), shape, LAYOUT)
-            h, out = update(h, inputs)
+            h, out = update(h, inputs, dt_limit)
 
             @when_inside(states, write)
             def _():
@@ -159,7 +163,7 @@ def pipelined_kernel(sizes: Sizes, dt_limit, tiles: int, config: StateConfig) ->
         def step_tile(step, _):
             tile, stage = sizes.tile(first + step * programs), lax.rem(step, stages)
             read, write = ids(tile)
-            inputs = load_inputs(refs, tile, sizes, dt_limit)
+            inputs = load_inputs(refs, tile, sizes)
             out = y.at[tile.row, tile.head, pl.ds(tile.start, sizes.rows)]
 
             @pl.when(write != 0)
@@ -169,7 +173,7 @@ def pipelined_kernel(sizes: Sizes, dt_limit, tiles: int, config: StateConfig) ->
                     return load(buffers.at[stage], LAYOUT)
 
                 h = read_block(states, read, arrived, shape, LAYOUT)
-                h, total = update(h, inputs)
+                h, total = update(h, inputs, dt_limit)
 
                 @when_inside(states, write)
                 def _():

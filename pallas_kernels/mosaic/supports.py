@@ -53,7 +53,9 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
     taps, channels = operands["conv_weight"].shape
     _, width, size = operands["states"].shape[2:]
     if width % 16 or size % 32 or size > 512:
-        return f"it needs heads of a multiple of 16 by a multiple of 32 to 512, got {width} by {size}"
+        return (
+            f"it needs heads of a multiple of 16 by a multiple of 32 to 512, got {width} by {size}"
+        )
     return _conv_reason(channels, taps)
 
 
