@@ -277,12 +277,18 @@ def _check_owners(
             )
     changed = np.unique(plan.cells[group].rows[plan.cells[group].ids != NULL])
     for row in changed.tolist():
-        mine = set(pool.held.get(holders[row] or "", {}).get(group, ()))
-        foreign = set(table[row][table[row] != NULL].tolist()) - mine
+        mine = pool.held.get(holders[row] or "", {}).get(group, ())
+        named = table[row].tolist()
+        foreign = set(named) - {NULL} - set(mine)
         if foreign:
             raise PlanError(
                 "one owner",
                 f"group {group!r}: row {row} names blocks {sorted(foreign)}, which {holders[row]!r} does not hold",
+            )
+        if sorted(named[: len(mine)]) != sorted(mine):
+            raise PlanError(
+                "rows name all that they hold",
+                f"group {group!r}: row {row} names {named}; {holders[row]!r} holds {list(mine)}",
             )
 
 

@@ -215,7 +215,8 @@ def test_inv13_br11_a_block_handed_out_and_not_zeroed(group):
 def test_inv13_a_sealed_block_in_a_new_row_is_not_zeroed():
     """A prefix hit: the row starts from c's sealed block."""
     world = World()
-    world.pool = world.pool.share("b", {"paged": [5]})
+    pool, _ = world.pool.free("b", {"paged": [3]})
+    world.pool = pool.share("b", {"paged": [5]})
     world.cells("paged", [(1, 0, 5), (1, 1, 4)])
     world.plan.zero["paged"][:2] = [4, 0]
     world.tokens({1: 4}, starts={1: 16})
