@@ -138,15 +138,16 @@ POOLS = ("windows", "states")
 PER_TOKEN = ("x", "dt", "B", "C", "z", "xbc")
 
 
-def make_rows(case: Case, rng: np.random.Generator, blocks: int) -> Rows:
-    """Rows of a case, over shuffled blocks: every fourth starts fresh, every fourth is null
-    but names a block to read, the others continue in place or from a block of their own. Checkpoints
-    lie at 1, between and at the end.
+def make_rows(case: Case, rng: np.random.Generator, blocks: int, *, steady: bool = False) -> Rows:
+    """Rows of a case, over shuffled blocks, with checkpoints at 1, between and at the end.
+
+    Every fourth starts fresh, every fourth is null but names a block to read, the others continue
+    in place or from a block of their own. If `steady`, as in a benchmark, all continue in place.
     """
     count, per_row = len(case.lengths), case.checkpoints
     ids = rng.permutation(np.arange(1, blocks))[: count * (2 + per_row)].reshape((count, -1))
     reads, writes, points = ids[:, 0].copy(), ids[:, 1].copy(), ids[:, 2:]
-    kind = np.arange(count) % 4
+    kind = np.full(count, 1) if steady else np.arange(count) % 4
     reads[kind == 0] = 0
     writes[kind == 3] = 0
     writes[kind == 1] = reads[kind == 1]
@@ -156,11 +157,16 @@ def make_rows(case: Case, rng: np.random.Generator, blocks: int) -> Rows:
         positions[row] = wanted if length else 0
     points = np.where(positions > 0, points, 0)
     offsets = np.concatenate([[0], np.cumsum(case.lengths)])
-    return Rows(*(jnp.asarray(v, jnp.int32) for v in (offsets, reads, writes, points, positions)))
+    return Rows(*(v.astype(np.int32) for v in (offsets, reads, writes, points, positions)))  # pyright: ignore
 
 
 def make_operands(
-    case: Case, seed: int = 0, *, layers: int = 2, blocks: int | None = None
+    case: Case,
+    seed: int = 0,
+    *,
+    layers: int = 2,
+    blocks: int | None = None,
+    steady: bool = False,
 ) -> dict[str, Any]:
     """Random operands of a case for its op, options included.
 
@@ -169,7 +175,7 @@ def make_operands(
     rng = np.random.default_rng(seed)
     if blocks is None:
         blocks = 3 + len(case.lengths) * (2 + case.checkpoints)
-    rows = make_rows(case, rng, blocks)
+    rows = make_rows(case, rng, blocks, steady=steady)  # numpy, so that this works inside a trace
     sizes = {"T": sum(case.lengths) + case.padding, **case.sizes}
     if "K" in sizes:
         sizes["K-1"] = sizes["K"] - 1
@@ -182,7 +188,7 @@ def make_operands(
             operands[name] = None
         elif name in POOLS:
             pool = np.full((layers, blocks, *shape), np.nan, np.float32)
-            read = np.asarray(rows.read_ids)[np.asarray(rows.write_ids) > 0]
+            read = rows.read_ids[rows.write_ids > 0]
             read = read[read > 0]
             pool[-1, read] = rng.normal(size=(len(read), *shape))
             operands[name] = jnp.asarray(pool, case.state_dtype)
@@ -196,7 +202,8 @@ def make_operands(
     if case.op == "mamba2_step":
         operands["n_groups"] = sizes["G"]
     if case.decode:
-        operands |= {"read_ids": rows.read_ids, "write_ids": rows.write_ids}
+        operands |= {"read_ids": jnp.asarray(rows.read_ids)}
+        operands |= {"write_ids": jnp.asarray(rows.write_ids)}
     else:
-        operands["rows"] = rows
+        operands["rows"] = Rows(*map(jnp.asarray, rows))
     return operands
