@@ -41,7 +41,7 @@ from benchmarks.kernel_trials import (
 )
 from pallas_kernels.mosaic import conv_step, mamba2_step, selective_step
 from pallas_kernels.mosaic.config import ConvConfig, SelectiveConfig, StateConfig
-from pallas_kernels.mosaic.state_step import state_step
+from pallas_kernels.mosaic.state import state_step
 
 ROWS = {
     "state_step": (1, 8, 32, 128),

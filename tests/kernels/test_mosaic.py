@@ -12,7 +12,7 @@ from pallas_kernels import cases, mosaic
 from pallas_kernels.cases import Case, make_operands
 from pallas_kernels.mosaic import config, gates
 from pallas_kernels.mosaic.config import ConvConfig, SelectiveConfig, StateConfig
-from pallas_kernels.mosaic.supports import shape_reason, supports
+from pallas_kernels.mosaic.support import shape_reason, supports
 from tests.kernels.test_cases import check
 
 INTERPRET = plgpu.InterpretGPUParams()

@@ -5,9 +5,9 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic.config import ConvConfig, StateConfig
-from pallas_kernels.mosaic.conv_step import conv_step
+from pallas_kernels.mosaic.conv import conv_step
 from pallas_kernels.mosaic.gates import NO_LIMIT
-from pallas_kernels.mosaic.state_step import state_step
+from pallas_kernels.mosaic.state import state_step
 
 
 def mamba2_step(
