@@ -262,6 +262,21 @@ def test_a_freed_block_in_a_row():
     world.refused("no freed block in a row")
 
 
+def test_a_freed_block_that_somebody_holds():
+    world = World()
+    world.plan.freed["paged"][5] = True  # c's
+    assert "[5]" in str(world.refused("freed blocks are nobody's"))
+
+
+def test_br32_a_row_that_names_less_than_its_request_holds():
+    """Its prompt would fit, and decoding would run on into null."""
+    world = World()
+    world.cells("paged", [(1, 0, 3), (0, 0, 0)])
+    world.plan.zero["paged"][1] = 0
+    world.tokens({1: 10})
+    assert "'b' holds [3, 4]" in str(world.refused("rows name all that they hold"))
+
+
 def test_inv10_br01_a_row_of_nobody_that_still_names_blocks():
     world = World()
     world.holders[0] = None

@@ -197,6 +197,7 @@ def test_br66_a_row_that_stops_within_a_step_writes_no_further(bench):
     assert outcome.made[:, 0].tolist() == [i <= stop_at for i in range(4)]
     assert outcome.made[:, 1].tolist() == [True, True, False, False]
     assert after.rows.active.tolist() == [False] * 4
+    assert after.rows.position.tolist() == [7 + stop_at, 8, 0, 0]
     text = (*TEXT, *new)
     assert_block(after.cache, "whole", 3, text[: 7 + stop_at])
     assert_block(after.cache, "whole", 4, text[:8])
