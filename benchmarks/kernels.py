@@ -185,7 +185,7 @@ def make_pools(op: str, rows: int) -> dict[str, jax.Array]:
 
 def trials_of(job: Job, quick: bool) -> list[tuple[int, Any]]:
     """Rows and dtype of the calls that a job is checked with."""
-    return [(job.rows, jnp.bfloat16)] + ([] if quick else [(8, jnp.float32)])
+    return [(max(job.rows, 8), jnp.bfloat16)] + ([] if quick else [(8, jnp.float32)])
 
 
 def start(job: Job, floor: float, quick: bool, threads: ThreadPoolExecutor) -> None:
@@ -236,7 +236,7 @@ def measure(jobs: list[Job], bandwidth: float, seed: int, quick: bool) -> Iterat
     """Lines of the table for jobs of one op at one batch size."""
     op, rows = jobs[0].op, jobs[0].rows
     trials = [make_trial(op, *kind, seed + n) for n, kind in enumerate(trials_of(jobs[0], quick))]
-    inputs, pools = trials[0].inputs, None
+    inputs, pools = make_inputs(op, rows, jnp.bfloat16, jax.random.key(seed)), None
     floor = bytes_moved(op, rows, inputs) / bandwidth
     for job in jobs:
         result: dict[str, Any] = {"op": op, "rows": rows, "variant": str(job.variant or "ours")}

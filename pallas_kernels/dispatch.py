@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import reference, xla
+from pallas_kernels import mosaic, reference, xla
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "xla": xla}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"mosaic": mosaic, "reference": reference, "xla": xla}
+# Those that run every call on every device.
+PORTABLE = ("reference", "xla")
 # Tried in this order when the caller names none; the last one runs everything.
 PREFERENCE = ("xla",)
 

@@ -13,7 +13,7 @@ from pallas_kernels.mosaic.blocks import inside, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
 from pallas_kernels.mosaic.config import ConvConfig, conv_config
-from pallas_kernels.mosaic.gates import silu
+from pallas_kernels.mosaic.gates import float32, silu
 
 
 def conv_step(
@@ -58,9 +58,10 @@ def conv_step(
                 return [splat(fill, (width,), layout, windows.dtype)] * (taps - 1)
 
             seen = [*lax.cond(inside(windows, read), stored, absent), x]
-            seen = [value.astype(jnp.float32) for value in seen]
-            total = sum(w.astype(jnp.float32) * v for w, v in zip(weight, seen, strict=True))
-            total = total + bias[0].astype(jnp.float32) if bias else total
+            seen = float32(seen)
+            total, *rest = [w * v for w, v in zip(float32(weight), seen, strict=True)]
+            for term in (*rest, *float32(bias)):
+                total = total + term
             total = silu(total) if activation == "silu" else total
             store(y.at[row, lanes], total.astype(y.dtype))
 

@@ -1,8 +1,16 @@
 """Pointwise functions made of what Mosaic GPU can lower, in float32; scalars and arrays alike."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax.numpy as jnp
 
 NO_LIMIT = (0.0, float("inf"))
+
+
+def float32(values: Iterable[Any]) -> list[Any]:
+    """The values in float32; None stays None."""
+    return [None if value is None else value.astype(jnp.float32) for value in values]
 
 
 def softplus(x):

@@ -13,7 +13,7 @@ from pallas_kernels.mosaic.blocks import read_block, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
 from pallas_kernels.mosaic.config import SelectiveConfig, selective_config
-from pallas_kernels.mosaic.gates import silu, step_size
+from pallas_kernels.mosaic.gates import float32, silu, step_size
 
 
 def channel_layout(width: int):
@@ -80,10 +80,7 @@ def selective_step(
                 block = states.at[layer, read, :, lanes]
                 h = read_block(states, read, lambda: load(block, layout), shape, layout)
                 # Converted after the state's loads are under way: a use waits for its own load.
-                x, dt, z, B, C, skip, dt_bias = (
-                    None if value is None else value.astype(jnp.float32)
-                    for value in (*token, *weights)
-                )
+                x, dt, z, B, C, skip, dt_bias = float32([*token, *weights])
                 step = step_size(dt, dt_bias)
                 h = jnp.exp(across(step) * A) * h + across(step * x) * down(B)
                 total = jnp.sum(h * down(C), axis=0)

@@ -14,7 +14,7 @@ from pallas_kernels.mosaic.blocks import inside, read_block, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
 from pallas_kernels.mosaic.config import StateConfig, state_config
-from pallas_kernels.mosaic.gates import NO_LIMIT, step_size
+from pallas_kernels.mosaic.gates import NO_LIMIT, float32, step_size
 
 # A tile [P, N] in registers. A warp takes four rows at once, 32 columns of each: eight threads with
 # four columns, so that its accesses are whole lines of 128 bytes, free of bank conflicts in shared
@@ -84,9 +84,7 @@ def load_inputs(refs, tile: Tile, sizes: Sizes) -> Inputs:
 
 def update(h, inputs: Inputs, dt_limit):
     """The new state and the output of one tile."""
-    x, B, C, dt, dt_bias, A, skip = (
-        None if value is None else value.astype(jnp.float32) for value in inputs
-    )
+    x, B, C, dt, dt_bias, A, skip = float32(inputs)
 
     def down(vector):
         return lax.broadcast_in_dim(vector, h.shape, (0,))

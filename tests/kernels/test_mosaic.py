@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import pallas_kernels
 from pallas_kernels import cases, mosaic
 from pallas_kernels.cases import Case, make_operands
 from pallas_kernels.mosaic import config, gates
 from pallas_kernels.mosaic.config import ConvConfig, SelectiveConfig, StateConfig
-from pallas_kernels.mosaic.support import shape_reason, supports
+from pallas_kernels.mosaic.support import shape_reason
 from tests.kernels.test_cases import check
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -201,8 +202,13 @@ def test_reasons_name_what_does_not_fit():
     assert "multiple of 128 channels, got 192" in str(reason("mamba2_step", H=4, P=32, N=32))
 
 
-def test_a_cpu_is_declined():
-    assert "needs an NVIDIA GPU" in str(supports("conv_step", {}))
+def test_a_cpu_and_other_ops_are_declined_with_a_reason():
+    conv = make_operands(Case("conv_step", CONV, ROWS))
+    with pytest.raises(ValueError, match="'mosaic' declines this call: it needs an NVIDIA GPU"):
+        pallas_kernels.conv_step(**conv, implementation="mosaic")
+    scan = make_operands(Case("selective_scan", MAMBA, ROWS))
+    with pytest.raises(ValueError, match="mosaic has no selective_scan"):
+        pallas_kernels.selective_scan(**scan, implementation="mosaic")
 
 
 # Numbers ---------------------------------------------------------------------------------------

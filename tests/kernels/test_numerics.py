@@ -13,7 +13,7 @@ from pallas_kernels.xla import selective
 from pallas_kernels.xla.gates import step_size
 from tests.kernels import loops
 
-every = pytest.mark.parametrize("implementation", dispatch.IMPLEMENTATIONS)
+every = pytest.mark.parametrize("implementation", dispatch.PORTABLE)
 
 
 def one_row(length: int) -> Rows:

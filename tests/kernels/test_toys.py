@@ -6,7 +6,7 @@ import pytest
 from pallas_kernels import dispatch
 from tests.kernels.toys import BLOCKS, LAYER, SUMS, block, call, empty_pool
 
-every = pytest.mark.parametrize("implementation", dispatch.IMPLEMENTATIONS)
+every = pytest.mark.parametrize("implementation", dispatch.PORTABLE)
 every_sum = pytest.mark.parametrize("op", SUMS)
 every_op = pytest.mark.parametrize("op", (*SUMS, "causal_conv"))
 
