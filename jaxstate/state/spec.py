@@ -16,6 +16,7 @@ from typing import Literal
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxstate.errors import CapacityError, SpecError
 from jaxstate.typing import PyTree
@@ -222,7 +223,7 @@ def has_values(tree: PyTree) -> bool:
     """Whether every leaf is an array that can be read here and now: not traced, not a mere shape, not donated."""
     return all(
         isinstance(x, np.ndarray)
-        or (isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_deleted())
+        or (isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted())
         for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None)
     )
 
