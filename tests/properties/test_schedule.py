@@ -35,13 +35,15 @@ SPEC = CacheSpec(
     groups=(
         GroupSpec("whole", "recurrent", 2, LEAVES),
         # Too few for all rows at their longest, so that requests wait for blocks as well as for rows.
-        GroupSpec("paged", "recurrent", 1, LEAVES, block_size=32, blocks=9),
+        GroupSpec("paged", "recurrent", 1, LEAVES, block_size=32, blocks=10),
     ),
     rows=3, max_len=160,
 )  # fmt: skip
-SHAPE = PlanShape(SPEC, chunk_tokens=128)
+SHAPE = PlanShape(SPEC, chunk_tokens=64)
 STEPS = 2
 MARK = 1
+
+lengths = st.one_of(st.integers(1, 8), st.integers(33, 75), st.integers(1, 150))
 
 _prepare = jax.jit(functools.partial(prepare, poison=True))
 
@@ -91,17 +93,15 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     # -- what may happen ---------------------------------------------------------------------------
 
-    @rule(
-        length=st.one_of(st.integers(1, 8), st.integers(33, 70), st.integers(1, 150)),
-        budget=st.integers(1, 9),
-    )
-    def submit(self, length, budget):
-        name = f"r{len(self.submitted)}"
-        prompt = tuple((7 * len(self.submitted) + 3 * i) % 50 for i in range(length))
-        request = Request(name, prompt, SamplingParams(max_tokens=budget))
+    @rule(wanted=st.lists(st.tuples(lengths, st.integers(1, 9)), min_size=1, max_size=3))
+    def submit(self, wanted):
         self._remember()
-        self.schedule = scheduler.submit(self.schedule, request)
-        self.submitted.append(request)
+        for length, budget in wanted:
+            name = f"r{len(self.submitted)}"
+            prompt = tuple((7 * len(self.submitted) + 3 * i) % 50 for i in range(length))
+            request = Request(name, prompt, SamplingParams(max_tokens=budget))
+            self.schedule = scheduler.submit(self.schedule, request)
+            self.submitted.append(request)
 
     @rule(at=st.integers(0, 30))
     def end(self, at):
@@ -295,5 +295,5 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.cache = jax.tree.map(np.array, self.state.cache.groups)
 
 
-ScheduleMachine.TestCase.settings = examples(60, stateful_step_count=30)
+ScheduleMachine.TestCase.settings = examples(40, stateful_step_count=30)
 TestSchedule = ScheduleMachine.TestCase
