@@ -1,6 +1,6 @@
 """Tokens a second of greedy generation, beside transformers on the same weights in one run.
 
-    python benchmarks/generate.py jaxstate/demo_model --reference-python PATH/TO/python -o benchmarks/results/cpu_generate.json
+    python benchmarks/generate.py jaxstate/demo_model --reference-python PATH/TO/python -o results.json
 
 `--reference-python` is an interpreter with torch and transformers; it runs `benchmarks/reference_generate.py` in turn
 with this project's engine, A B A B, so that a machine whose speed drifts is the same for both. The texts must agree
@@ -50,7 +50,9 @@ class Reference:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--reference-python")
     parser.add_argument("--batch", type=int, default=8)
@@ -80,21 +82,30 @@ def main() -> int:
             # Near-ties fall either way in float32; from the first one on the texts differ.
             agree = min(agree, float(np.logical_and.accumulate(same, axis=1).mean()))
     if reference is not None and agree < 0.9:
-        print(f"the texts agree in only {agree:.0%} of their tokens; no speed is reported", file=sys.stderr)
+        print(
+            f"the texts agree in only {agree:.0%} of their tokens; no speed is reported",
+            file=sys.stderr,
+        )
         return 1
     total = args.batch * args.new
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     result = {
         "batch": args.batch, "prompt": args.prompt, "new": args.new,
         "device": jax.devices()[0].device_kind, "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(), "jax": jax.__version__, "agree": agree,
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "commit": commit,
     }  # fmt: skip
     for name, seconds in times.items():
         if seconds:
             result[name] = {"tokens_per_s": total / statistics.median(seconds), "seconds": seconds}
     if reference is not None:
         ratios = [b / a for a, b in zip(times["jaxstate"], times["transformers"], strict=True)]
-        result["ratio"] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+        result["ratio"] = {
+            "median": statistics.median(ratios),
+            "min": min(ratios),
+            "max": max(ratios),
+        }
     text = json.dumps(result, indent=1)
     print(text)
     if args.output:

@@ -1,5 +1,16 @@
-"""The whole suite runs with memory that nobody may read filled with NaN."""
+"""The whole suite runs with memory that nobody may read filled with NaN, and leaves the user's own caches alone."""
 
+import atexit
 import os
+import shutil
+import tempfile
+
+import hypothesis
 
 os.environ.setdefault("JAXSTATE_POISON", "1")
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxstate-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+# A loaded machine is no fault, and a failure is to be seen again.
+hypothesis.settings.register_profile("jaxstate", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("jaxstate")

@@ -174,7 +174,7 @@ class Report:
 def progress_line(counts: Counts, running: int, share: float | None, seconds: float) -> str:
     """Return one line on rows, tokens and time; `share` is how much of the input has been read."""
     seconds = max(seconds, 1e-9)
-    parts = [f"{counts.rows:,} row{"s" * (counts.rows != 1)}"]
+    parts = [f"{counts.rows:,} row{'s' * (counts.rows != 1)}"]
     parts += [f"{share:.0%} read"] if share is not None else []
     parts += [f"{counts.failed:,} failed"] if counts.failed else []
     rates = counts.prompt_tokens / seconds, counts.generated / seconds

@@ -26,8 +26,8 @@ from pallas_kernels.xla.grid import (
     to_packed,
 )
 
-# Above this many chunks a sequence's chunk-to-chunk decay matrix costs more than a scan.
-_MATRIX_CHUNKS = 64
+# Up to this many chunks the recurrence between them is unrolled, which XLA fuses.
+_UNROLLED_CHUNKS = 16
 
 
 class LogDecay(NamedTuple):
@@ -152,16 +152,16 @@ def _dense_states(
 ) -> tuple[Float[Array, "B C H P N"], Float[Array, "B H P N"]]:
     """State at the start of each chunk and at the end; `total` is of each chunk."""
     chunks = states.shape[1]
-    if chunks > _MATRIX_CHUNKS:
-        step = lambda h, c: (jnp.exp(c[1])[..., None, None] * h + c[0], h)  # noqa: E731
-        moved = (jnp.moveaxis(states, 1, 0), jnp.moveaxis(total.total(), 1, 0))
-        final, starts = lax.scan(step, initial, moved)
-        return jnp.moveaxis(starts, 0, 1), final
-    states = jnp.concatenate([initial[:, None], states], axis=1)
-    pad = ((0, 0), (1, 0), (0, 0))
-    total = total.map(lambda v: jnp.moveaxis(jnp.cumsum(jnp.pad(v, pad), axis=1), 1, -1))
-    starts = _matmul("bhck,bkhpn->bchpn", _pair_decays(total), states)
-    return starts[:, :-1], starts[:, -1]
+    if chunks <= _UNROLLED_CHUNKS:
+        decay = jnp.exp(total.total())[..., None, None]
+        starts = [initial]
+        for k in range(chunks):
+            starts.append(decay[:, k] * starts[-1] + states[:, k])
+        return jnp.stack(starts[:-1], axis=1), starts[-1]
+    step = lambda h, c: (jnp.exp(c[1])[..., None, None] * h + c[0], h)  # noqa: E731
+    moved = (jnp.moveaxis(states, 1, 0), jnp.moveaxis(total.total(), 1, 0))
+    final, starts = lax.scan(step, initial, moved)
+    return jnp.moveaxis(starts, 0, 1), final
 
 
 def ssd_dense(

@@ -30,9 +30,8 @@ def test_training_multiplies_in_low_precision_forwards_and_backwards():
     text = lower(jax.grad(loss, argnums=range(5)), *args)
     dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     low = [line for line in dots if "bf16" in line.split(" : ")[-1]]
-    # Four products in a chunk, each with two gradients. The recurrence between the chunks alone
-    # stays in float32.
-    assert (len(low), len(dots) - len(low)) == (12, 3)
+    # Four products in a chunk, each with two gradients; the recurrence between chunks has none.
+    assert (len(low), len(dots) - len(low)) == (12, 0)
     assert all(line.rstrip().endswith("xf32>") for line in low)
 
 

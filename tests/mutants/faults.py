@@ -232,6 +232,20 @@ def no_holder_check(patch):
     patch.setattr(BlockPool, "_require_held", lambda self, holder, group, ids: None)
 
 
+def no_null_check(patch):
+    """Null ids are skipped where they have to be refused."""
+    checked = BlockPool._checked
+
+    def without_null(self, group, ids):
+        return checked(self, group, [i for i in np.atleast_1d(ids).tolist() if i != 0])
+
+    patch.setattr(BlockPool, "_checked", without_null)
+
+
+def seals_nothing(patch):
+    patch.setattr(BlockPool, "seal", lambda self, holder, ids: self)
+
+
 # -- sizes and ids ---------------------------------------------------------------------------------
 
 
@@ -352,6 +366,16 @@ def draws_by_step(patch):
     patch.setattr(step, "sample", by_step)
 
 
+def takes_nan_for_a_score(patch):
+    sample = step.sample
+
+    def all_finite(logits, sampling, position):
+        token, logprob, finite = sample(logits, sampling, position)
+        return token, logprob, jnp.ones_like(finite)
+
+    patch.setattr(step, "sample", all_finite)
+
+
 def cuts_anywhere(patch):
     patch.setattr(scheduler, "CHUNK", 1)
 
@@ -423,9 +447,12 @@ FAULTS = [
     _f("two rows write one block", planner(_names_anothers_block), "tables, text", guarded=True),
     _f("blocks are freed twice", frees_twice, "text", guarded=True),
     _f("the pool takes a double free", no_holder_check, "double free", scenario=scenarios.values),
+    _f("the pool skips null ids", no_null_check, "null", scenario=scenarios.values),
+    _f("sealed blocks are written", seals_nothing, "sealed write", scenario=scenarios.values),
     # Company and ends.
     _f("draws are keyed by row", draws_by_row, "company", compiled=("prefill", "decode")),
     _f("draws are keyed by the batch's step", draws_by_step, "company", compiled=("prefill", "decode")),
+    _f("NaN becomes token 0 for ever", takes_nan_for_a_score, "error", compiled=("prefill", "decode")),
     _f("prompts are cut anywhere", cuts_anywhere, "company", scenario=scenarios.splits),
     _f("the device misses stop ids", device_misses_stops, "late"),
     _f("tokens after the end leak", together(device_misses_stops, host_keeps_the_tail), "late, text"),

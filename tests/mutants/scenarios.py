@@ -19,6 +19,7 @@ from jaxstate.state import BlockPool, BlockTables, CacheSpec, GroupSpec, StateCa
 from jaxstate.step import EngineState, packed_rows, prepare
 from pallas_kernels import ssd
 from tests.mutants.watch import MODEL, QUICK, Ended, Scene, WatchedEngine, by_hand
+from tests.toy import ToyLM
 
 Symptoms = dict[str, str]
 
@@ -30,13 +31,18 @@ def serve(
     programs: dict[str, Any], *, poison: bool = True, enough: set[str] | None = None
 ) -> Symptoms:
     """Requests come, stop, run out, are aborted and follow each other in rows and blocks."""
-    engine = WatchedEngine(programs, enough or set(), poison=poison)
+    start = functools.partial(WatchedEngine, programs, enough or set(), poison=poison)
+    engine = start()
+    # Scores of texts of seven tokens and more are NaN; that ends who gets there, and nobody else.
+    breaking = start(model=ToyLM(MODEL.config, breaks_at=7))
+    breaking.symptoms = engine.symptoms
     try:
         sampled = _alone(Scene(engine))
         _stopped(Scene(engine))
         _pair_then_one(Scene(engine))
         _crowd(Scene(engine), sampled)
         _aborted_and_again(Scene(engine))
+        _broken(Scene(breaking))
     except Ended:
         pass
     return engine.symptoms
@@ -87,6 +93,12 @@ def _aborted_and_again(scene: Scene) -> None:
     scene.steps(4)
     scene.abort("again")
     scene.submit("again", (6, 4, 2), 7)
+    scene.finish()
+
+
+def _broken(scene: Scene) -> None:
+    scene.submit_broken("breaks", (1, 2, 3), 9, good=4)
+    scene.submit("ends", (4, 5), 5)
     scene.finish()
 
 
@@ -179,6 +191,10 @@ def values() -> Symptoms:
     freed, _ = pool.free("a", {"state": ids["state"][:1]})
     refuse("double free", OwnershipError, lambda: freed.free("a", {"state": ids["state"][:1]}))
     refuse("foreign free", OwnershipError, lambda: pool.free("b", ids))
+    refuse("null", OwnershipError, lambda: pool.free("a", {"state": [0]}))
+    refuse("null", OwnershipError, lambda: pool.check_write("a", "state", [0]))
+    sealed = pool.seal("a", ids)
+    refuse("sealed write", OwnershipError, lambda: sealed.check_write("a", "state", ids["state"]))
     return symptoms
 
 

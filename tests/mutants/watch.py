@@ -30,7 +30,7 @@ SYMPTOMS = {
     "late": "the device went on generating after the request had ended",
     "text": "a request's tokens are not those worked out by hand",
     "company": "a sampled request draws other tokens in company than alone",
-    "error": "a request ended with an error of its own",
+    "error": "a request ended with an error of its own, or had to and did not",
     "lost": "a request never ended",
 }
 
@@ -59,8 +59,10 @@ class WatchedEngine(Engine):
     raises `Ended` once the symptoms `enough`, if any are named, have been seen.
     """
 
-    def __init__(self, programs: dict[str, Any], enough: set[str], *, poison: bool):
-        super().__init__(MODEL, SIZES, poison=poison)
+    def __init__(
+        self, programs: dict[str, Any], enough: set[str], *, poison: bool, model: ToyLM = MODEL
+    ):
+        super().__init__(model, SIZES, poison=poison)
         self.compiled, self.enough = programs, enough
         if "prepare" not in self.compiled:
             self.compiled["prepare"] = jax.jit(
@@ -153,6 +155,7 @@ class Scene:
     def __init__(self, engine: WatchedEngine):
         self.engine = engine
         self.want: dict[str, tuple[int, ...] | None] = {}
+        self.breaks: set[str] = set()
         self.streamed: dict[str, list[int]] = {}
         self.done: dict[str, Completion] = {}
 
@@ -165,6 +168,12 @@ class Scene:
             want = want[: ends[0] + 1] if ends else want
         self.engine.submit(Request(name, prompt, SamplingParams(max_tokens=tokens, **sampling)))
         self.want[name], self.streamed[name] = want, []
+
+    def submit_broken(self, name: str, prompt: tuple[int, ...], tokens: int, good: int) -> None:
+        """A request that is to end with an error after `good` tokens, since the scores then are not finite."""
+        self.submit(name, prompt, tokens)
+        self.want[name] = by_hand(prompt, good)
+        self.breaks.add(name)
 
     def abort(self, name: str) -> None:
         self.want[name] = None
@@ -205,8 +214,8 @@ class Scene:
                 self.done.setdefault(event.id, event.completion)
 
     def _compare(self, name: str, want: tuple[int, ...] | None, got: Completion) -> None:
-        if got.finish_reason == "error":
-            self.engine.note("error", f"{name}: {got.error}")
+        if (got.finish_reason == "error") != (name in self.breaks):
+            self.engine.note("error", f"{name}: {got.finish_reason}, {got.error}")
         elif want is not None and (got.tokens != want or tuple(self.streamed[name]) != want):
             self.engine.note(
                 "text", f"{name}: {got.tokens}, streamed {self.streamed[name]}, want {want}"
