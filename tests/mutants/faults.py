@@ -1,8 +1,4 @@
-"""The faults that state caches have had, each put back by replacing one function or two of the finished code.
-
-Most have two guards. Where the host's checks would refuse the plan, a fault is shown twice: refused as things are, and
-with `checks_off` as what it was when it was found. Where two mechanisms on the device each suffice, both are taken out.
-"""
+"""How the faults that state caches have had are put back, by replacing a function or two of the finished code."""
 
 from __future__ import annotations
 
@@ -20,27 +16,8 @@ from jaxstate import engine, progress, scheduler, step
 from jaxstate.state import BlockPool, BlockTables, CacheSpec, StateCache
 from jaxstate.state.cache import fill_blocks
 from pallas_kernels import blocks
-from tests.mutants import scenarios
 
 Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """A fault, how it is put back, the scenario that shows it, and the symptoms that have to be seen.
-
-    `guarded` says that the host's checks stop it, so it shows with `checks_off` only; `compiled` names the device's
-    programs that it changes; `reshaped` says that it changes the cache's shapes.
-    """
-
-    name: str
-    patch: Patch
-    seen: set[str]
-    scenario: Callable[..., dict[str, str]] = scenarios.serve
-    guarded: bool = False
-    compiled: tuple[str, ...] = ()
-    reshaped: bool = False
-    poison: bool = True
 
 
 # -- helpers ---------------------------------------------------------------------------------------
@@ -70,7 +47,7 @@ def checks_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def planner(change: Callable[..., None]) -> Patch:
-    """Puts a fault into the planner: `change(plan, tables, pool, holders)` spoils each plan before it is checked."""
+    """A fault of the planner: `change(plan, tables, pool, holders)` spoils each plan before it is checked."""
 
     def put(patch: pytest.MonkeyPatch) -> None:
         check = scheduler.check_plan
@@ -103,7 +80,8 @@ def together(*patches: Patch) -> Patch:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def _never_clears(plan, tables, pool, holders):
+@planner
+def never_clears(plan, tables, pool, holders):
     plan.clear[:] = False
 
 
@@ -170,7 +148,8 @@ def credits_by_id(patch):
 # -- blocks ----------------------------------------------------------------------------------------
 
 
-def _misses_a_group(plan, tables, pool, holders):
+@planner
+def misses_a_group(plan, tables, pool, holders):
     plan.zero["whole"][:] = 0
 
 
@@ -208,7 +187,8 @@ def starts_from_own_block(patch):
     patch.setattr(step, "packed_rows", own)
 
 
-def _names_anothers_block(plan, tables, pool, holders):
+@planner
+def names_anothers_block(plan, tables, pool, holders):
     cells = plan.cells["whole"]
     taken = tables["whole"][~plan.clear]
     if cells.ids[0] and taken.any():
@@ -279,7 +259,8 @@ def truncates_rows(patch):
     patch.setattr(BlockTables, "write", fitting)
 
 
-def _pads_with_minus_one(plan, tables, pool, holders):
+@planner
+def pads_with_minus_one(plan, tables, pool, holders):
     for ids in plan.zero.values():
         ids[ids == 0] = -1
 
@@ -402,58 +383,3 @@ def host_keeps_the_tail(patch):
         return event
 
     patch.setattr(progress.Progress, "push", all_of_it)
-
-
-def _f(name: str, patch: Patch, seen: str, **rest: Any) -> Fault:
-    return Fault(name, patch, set(seen.split(", ")), **rest)
-
-
-ALL = ("prepare", "prefill", "decode")
-
-FAULTS = [
-    # Stale rows.
-    _f("a finished row is not cleared", planner(_never_clears), "tables, active, foreign, text", guarded=True),
-    _f("the device's rows are not cleared", device_keeps_rows, "tables", compiled=ALL),
-    _f("inactive rows are not masked", decode_unmasked, "foreign, text", compiled=("decode",)),
-    _f("the dummy step: rows neither cleared nor masked", together(device_keeps_rows, decode_unmasked),
-       "tables, foreign, text", compiled=ALL),
-    _f("blocks are freed before the row is cleared", clears_late, "tables, active, text", guarded=True),
-    _f("a row is handed on a step early", leaves_early, "lost"),
-    _f("a step's tokens go to the row's new tenant", credits_new_tenant, "lost"),
-    _f("a step's tokens go to whoever has the id now", credits_by_id, "text"),
-    # Dirty blocks.
-    _f("the zero list misses a group", planner(_misses_a_group), "dirty", guarded=True),
-    _f("... and fresh rows read their own block", together(planner(_misses_a_group), starts_from_own_block),
-       "dirty, text", guarded=True, compiled=("prefill",), poison=False),
-    _f("zeroing skips a leaf of a tuple", zeroes_first_leaf, "dirty", compiled=ALL),
-    _f("... and fresh rows read their own block (leaf)", together(zeroes_first_leaf, starts_from_own_block),
-       "dirty, text", compiled=ALL, poison=False),
-    _f("zeroing runs after copying", zeroes_after_copy, "text", scenario=scenarios.fork),
-    # Rows too narrow.
-    _f("one scale factor for all groups", one_scale_for_all, "tables", scenario=scenarios.shards, guarded=True),
-    _f("... in an engine", one_scale_for_all, "tables, text", guarded=True, compiled=ALL, reshaped=True),
-    _f("... and the column is clamped", together(one_scale_for_all, clamps_columns), "tables, text",
-       guarded=True, compiled=ALL, reshaped=True),
-    _f("a row that is too long is cut", truncates_rows, "overflow", scenario=scenarios.values),
-    # Ids.
-    _f("-1 is null and wraps", together(null_is_minus_one, negative_ids_wrap), "foreign, text", compiled=ALL,
-       poison=False),
-    _f("-1 is null and does not wrap", null_is_minus_one, "error", compiled=("prefill", "decode")),
-    _f("-1 pads the zero list and wraps", together(planner(_pads_with_minus_one), negative_ids_wrap), "text",
-       guarded=True, compiled=ALL),
-    _f("null is read and multiplied by 0", null_by_product, "error", compiled=("prefill", "decode")),
-    _f("null is written", null_is_written, "null", compiled=("prefill", "decode")),
-    # Owners.
-    _f("two rows write one block", planner(_names_anothers_block), "tables, text", guarded=True),
-    _f("blocks are freed twice", frees_twice, "text", guarded=True),
-    _f("the pool takes a double free", no_holder_check, "double free", scenario=scenarios.values),
-    _f("the pool skips null ids", no_null_check, "null", scenario=scenarios.values),
-    _f("sealed blocks are written", seals_nothing, "sealed write", scenario=scenarios.values),
-    # Company and ends.
-    _f("draws are keyed by row", draws_by_row, "company", compiled=("prefill", "decode")),
-    _f("draws are keyed by the batch's step", draws_by_step, "company", compiled=("prefill", "decode")),
-    _f("NaN becomes token 0 for ever", takes_nan_for_a_score, "error", compiled=("prefill", "decode")),
-    _f("prompts are cut anywhere", cuts_anywhere, "company", scenario=scenarios.splits),
-    _f("the device misses stop ids", device_misses_stops, "late"),
-    _f("tokens after the end leak", together(device_misses_stops, host_keeps_the_tail), "late, text"),
-]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every fault of `faults.py`, put back, is caught; the same scenarios find nothing wrong with the code as it is."""
+"""Every fault of `table.py`, put back, is caught; the same scenarios find nothing wrong with the code as it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.mutants import scenarios
-from tests.mutants.faults import FAULTS, Fault, checks_off
+from tests.mutants.faults import checks_off
+from tests.mutants.table import FAULTS, Fault
 
 Programs = dict[str, Any]
 
