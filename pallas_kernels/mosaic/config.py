@@ -12,10 +12,17 @@ class ConvConfig:
 
 @dataclass(frozen=True)
 class SelectiveConfig:
-    """`width` channels a thread, and `rows` rows one after the other in a program."""
+    """`width` channels a thread, `lanes` states of a channel side by side in a warp, and `rows` rows
+    of the batch in a program."""
 
     width: int
+    lanes: int = 1
     rows: int = 1
+
+    @property
+    def channels(self) -> int:
+        """Channels of a program."""
+        return 128 // self.lanes * self.width
 
 
 @dataclass(frozen=True)
@@ -42,20 +49,15 @@ def conv_config(rows: int, channels: int) -> ConvConfig:
 
 
 def selective_config(rows: int, channels: int, size: int) -> SelectiveConfig:
-    """Small batches want many programs; in large ones `A` is kept from row to row."""
-    lanes = channels // 128
+    """Small batches want many programs; in large ones two rows share a load of `A`."""
+    lanes = 4 if size % 4 == 0 else 1
     if rows <= 4:
+        return SelectiveConfig(1, lanes)
+    if lanes == 1:
         return SelectiveConfig(1)
-    if rows <= 32:
-        return SelectiveConfig(largest_divisor(lanes, (2, 1)))
-    return SelectiveConfig(largest_divisor(lanes, (2, 1)), rows=-(-rows // 32))
+    return SelectiveConfig(4, lanes, rows=2 if rows >= 64 and rows % 2 == 0 else 1)
 
 
 def state_config(rows: int, heads: int, width: int, size: int) -> StateConfig:
-    """Small batches want many programs, large ones several tiles in flight in each."""
-    tallest = largest_divisor(width, tuple(n for n in (64, 32, 16) if n * size <= 64 * 128))
-    if rows * heads <= 320:
-        return StateConfig(16)
-    if rows * heads <= 1280:
-        return StateConfig(min(tallest, 32))
-    return StateConfig(tallest, stages=3, programs=2 * 132)
+    """Many small programs: at every batch size at least as fast as taller tiles and pipelines."""
+    return StateConfig(16)

@@ -16,11 +16,18 @@ from pallas_kernels.mosaic.config import SelectiveConfig, selective_config
 from pallas_kernels.mosaic.gates import float32, silu, step_size
 
 
-def channel_layout(width: int):
-    """Layout of `[N, 128 * width]`: a thread owns `width` channels and all N of their states."""
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((1, 128 * width), (32 * width,), (width,))), (-3,), (-2,), -1
-    )
+def tile_layout(config: SelectiveConfig):
+    """Layout of `[N, channels]`: a warp holds `lanes` states at once, of 32 / lanes x width channels.
+
+    With four channels a thread and eight threads across, a warp moves whole lines of 128 bytes, and
+    a thread loads only N / lanes of the numbers in B and C.
+    """
+    across = 32 // config.lanes * config.width
+    if config.lanes == 1:
+        tiles = (1, 4 * across), (across,), (config.width,)
+        return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-3,), (-2,), -1)
+    tiles = (config.lanes, 4 * across), (config.lanes, across), (config.width,)
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-3, -2), -1)
 
 
 def selective_step(
@@ -42,14 +49,14 @@ def selective_step(
 ) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks N D"]]:
     """`pallas_kernels.selective_step`, one program per channel block and a few rows.
 
-    The sum over N stays within a thread, and `A` in its registers from row to row.
+    The rows of a program share one load of `A`, and their states are all under way at once.
     """
     rows, channels = x.shape
     size = A.shape[1]
     config = config or selective_config(rows, channels, size)
-    width = 128 * config.width
+    width = config.channels
     shape = (size, width)
-    layout = channel_layout(config.width)
+    layout = tile_layout(config)
     by_channel, by_state = layout.reduce(0), layout.reduce(1)
 
     def across(vector):
@@ -58,10 +65,20 @@ def selective_step(
     def down(vector):
         return lax.broadcast_in_dim(vector, shape, (0,))
 
+    def update(h, A, inputs):
+        x, dt, z, B, C, skip, dt_bias = float32(inputs)
+        dt = step_size(dt, dt_bias)
+        h = jnp.exp(across(dt) * A) * h + across(dt * x) * down(B)
+        y = jnp.sum(h * down(C), axis=0)
+        y = y if skip is None else y + skip * x
+        return h, y if z is None else y * silu(z)
+
     def selective_step_kernel(refs, states, y):
         lanes = pl.ds(lax.axis_index("channels") * width, width)
-        start = lax.axis_index("rows") * config.rows
+        first = lax.axis_index("rows") * config.rows
+        own = [first + n for n in range(config.rows)]
         layer = refs["layer"][0]
+        ids = [(refs["read_ids"][row], refs["write_ids"][row]) for row in own]
 
         def per_channel(name, *row):
             ref = refs[name]
@@ -69,37 +86,34 @@ def selective_step(
 
         A = load(refs["A"].at[:, lanes], layout)
         weights = [per_channel("skip"), per_channel("dt_bias")]
+        tokens = [
+            [per_channel(name, row) for name in ("x", "dt", "z")]
+            + [load(refs[name].at[row], by_state) for name in ("B", "C")]
+            for row in own
+        ]
 
-        def step(row, _):
-            read, write = refs["read_ids"][row], refs["write_ids"][row]
-            token = [per_channel(name, row) for name in ("x", "dt", "z")]
-            token += [load(refs[name].at[row], by_state) for name in ("B", "C")]
+        def old(read, write):
+            # A null row loads nothing, whatever block it names.
+            read = jnp.where(write == 0, 0, read)
+            block = states.at[layer, read, :, lanes]
+            return read_block(states, read, lambda: load(block, layout), shape, layout)
+
+        before = [old(read, write) for read, write in ids]
+
+        for row, (_, write), h, token in zip(own, ids, before, tokens, strict=True):
 
             @pl.when(write != 0)
-            def _():
-                block = states.at[layer, read, :, lanes]
-                h = read_block(states, read, lambda: load(block, layout), shape, layout)
-                # Converted after the state's loads are under way: a use waits for its own load.
-                x, dt, z, B, C, skip, dt_bias = float32([*token, *weights])
-                step = step_size(dt, dt_bias)
-                h = jnp.exp(across(step) * A) * h + across(step * x) * down(B)
-                total = jnp.sum(h * down(C), axis=0)
-                total = total if skip is None else total + skip * x
-                total = total if z is None else total * silu(z)
-                store(y.at[row, lanes], total.astype(y.dtype))
+            def _(row=row, write=write, h=h, token=token):
+                new, out = update(h, A, [*token, *weights])
+                store(y.at[row, lanes], out.astype(y.dtype))
 
                 @when_inside(states, write)
                 def _():
-                    store(states.at[layer, write, :, lanes], h.astype(states.dtype))
+                    store(states.at[layer, write, :, lanes], new.astype(states.dtype))
 
             @pl.when(write == 0)
-            def _():
+            def _(row=row):
                 store(y.at[row, lanes], splat(0.0, (width,), by_channel, y.dtype))
-
-        if config.rows == 1:
-            step(start, None)
-        else:
-            lax.fori_loop(start, jnp.minimum(start + config.rows, rows), step, None)
 
     operands = {
         "layer": scalar_operand(layer),
@@ -120,6 +134,6 @@ def selective_step(
         operands,
         states,
         jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid={"rows": -(-rows // config.rows), "channels": channels // width},
+        grid={"rows": rows // config.rows, "channels": channels // width},
         interpret=interpret,
     )
