@@ -40,13 +40,16 @@ class Reference:
     def __init__(self, python: str, folder: Path, prompts: list[list[int]], new: int):
         script = Path(__file__).with_name("reference_generate.py")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([python, str(script), str(folder), str(new)], **pipes)
+        self.process = subprocess.Popen([python, "-P", str(script), str(folder), str(new)], **pipes)
         self.ask(prompts)
 
     def ask(self, message) -> dict:
         self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"the reference process ended with status {self.process.wait()}")
+        return json.loads(line)
 
 
 def main() -> int:

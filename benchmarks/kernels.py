@@ -295,7 +295,9 @@ def main() -> int:
     parser.add_argument(
         "--rows", nargs="+", type=int, help="batch sizes; default: those of each op"
     )
-    parser.add_argument("--tune", action="store_true", help="compare configurations")
+    parser.add_argument(
+        "--tune", nargs="+", choices=tuple(ROWS), default=(), help="compare configurations of these"
+    )
     parser.add_argument(
         "--seed", type=int, default=time.time_ns() % 2**31, help="default: another every time"
     )
