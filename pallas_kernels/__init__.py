@@ -2,7 +2,7 @@
 
 All prefill ops share one contract: tokens of several rows packed after one another, a pool leaf
 `[layers, blocks, ...]` with the layer's index, and `Rows`, which says what each row reads and writes.
-The step ops are the same for one token a row. `implementation` is None (choose), "xla" or
+The step ops are the same for one token a row. `implementation` is None (choose), "mosaic", "xla" or
 "reference".
 """
 

@@ -18,7 +18,7 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {"mosaic": mosaic, "reference": referen
 # Those that run every call on every device.
 PORTABLE = ("reference", "xla")
 # Tried in this order when the caller names none; the last one runs everything.
-PREFERENCE = ("xla",)
+PREFERENCE = ("mosaic", "xla")
 
 
 def declines(name: str, op: str, operands: Mapping[str, Any]) -> str | None:

@@ -1,29 +1,56 @@
 """Kernels for NVIDIA GPUs from Hopper on, in Pallas's Mosaic GPU dialect.
 
-The dialect takes a second to import, so that the kernels wait for their first call.
+The dialect takes a second to import, so that the kernels wait for their first call. A kernel has no
+derivative of its own; reverse mode runs its XLA twin.
 """
 
+from typing import Any
+
+import jax
+
+from pallas_kernels import xla
 from pallas_kernels.mosaic.support import supports
 
 __all__ = ["conv_step", "mamba2_step", "selective_step", "supports"]
 
+OPTIONS = frozenset(("activation", "dt_limit", "n_groups"))
+KERNEL_OPTIONS = frozenset(("config", "conv_config", "interpret"))
 
-def conv_step(*operands, **options):
-    """`pallas_kernels.mosaic.conv.conv_step`."""
+
+def _differentiable(kernel, twin, arguments: dict[str, Any]):
+    """What `kernel` gives for the arguments; where it is differentiated, what `twin` does."""
+    options = {name: arguments[name] for name in arguments.keys() & OPTIONS}
+    own = {name: arguments[name] for name in arguments.keys() & KERNEL_OPTIONS}
+
+    # A custom_vjp, since refs inside a custom_jvp do not lower.
+    @jax.custom_vjp
+    def step(operands):
+        return kernel(**operands, **options, **own)
+
+    def forward(operands):
+        return jax.vjp(lambda operands: twin(**operands, **options), operands)
+
+    step.defvjp(forward, lambda backward, cotangents: backward(cotangents))
+    names = arguments.keys() - OPTIONS - KERNEL_OPTIONS
+    return step({name: arguments[name] for name in names})
+
+
+def conv_step(**arguments):
+    """`pallas_kernels.mosaic.conv.conv_step`, differentiable."""
     from pallas_kernels.mosaic.conv import conv_step
 
-    return conv_step(*operands, **options)
+    return _differentiable(conv_step, xla.conv_step, arguments)
 
 
-def mamba2_step(*operands, **options):
-    """`pallas_kernels.mosaic.mamba2.mamba2_step`."""
+def mamba2_step(**arguments):
+    """`pallas_kernels.mosaic.mamba2.mamba2_step`, differentiable."""
     from pallas_kernels.mosaic.mamba2 import mamba2_step
 
-    return mamba2_step(*operands, **options)
+    return _differentiable(mamba2_step, xla.mamba2_step, arguments)
 
 
-def selective_step(*operands, **options):
-    """`pallas_kernels.mosaic.selective.selective_step`."""
+def selective_step(**arguments):
+    """`pallas_kernels.mosaic.selective.selective_step`, differentiable."""
     from pallas_kernels.mosaic.selective import selective_step
 
-    return selective_step(*operands, **options)
+    return _differentiable(selective_step, xla.selective_step, arguments)

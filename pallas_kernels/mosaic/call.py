@@ -7,9 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-SM_COUNT = 132
-"""Multiprocessors of an H100 or H200; persistent kernels size their grids by it."""
-
 
 def call(
     body: Callable,
@@ -18,10 +15,9 @@ def call(
     out: jax.ShapeDtypeStruct,
     *,
     grid: Mapping[str, int],
-    scratch: Mapping[str, Any] | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs `body(refs, pool, y, **scratch)` and returns `(y, pool)`.
+    """Runs `body(refs, pool, y)` and returns `(y, pool)`.
 
     `refs` maps every name of `operands` to a ref, or to None where the operand is None. The pool is
     one buffer before and after, if the caller lets XLA donate it.
@@ -29,9 +25,9 @@ def call(
     names = [name for name, operand in operands.items() if operand is not None]
     absent = dict.fromkeys(operands.keys() - set(names))
 
-    def kernel(*refs, **scratch):
+    def kernel(*refs):
         *inputs, pool, y = refs
-        body({**dict(zip(names, inputs, strict=True)), **absent}, pool, y, **scratch)
+        body({**dict(zip(names, inputs, strict=True)), **absent}, pool, y)
 
     kernel.__name__ = body.__name__
     ref = jax.new_ref(pool)
@@ -40,7 +36,6 @@ def call(
         out_type=out,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        scratch_types=dict(scratch or {}),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*(operands[name] for name in names), ref)

@@ -27,15 +27,9 @@ class SelectiveConfig:
 
 @dataclass(frozen=True)
 class StateConfig:
-    """`rows` rows of a head's state a tile.
-
-    Without `stages`, a program loads one tile into registers. With them, `programs` persistent
-    programs walk over the tiles with `stages` of them in shared memory.
-    """
+    """`rows` rows of a head's state in a program."""
 
     rows: int
-    stages: int = 0
-    programs: int = 0
 
 
 def largest_divisor(size: int, choices: tuple[int, ...]) -> int:
@@ -49,15 +43,16 @@ def conv_config(rows: int, channels: int) -> ConvConfig:
 
 
 def selective_config(rows: int, channels: int, size: int) -> SelectiveConfig:
-    """Small batches want many programs; in large ones two rows share a load of `A`."""
-    lanes = 4 if size % 4 == 0 else 1
-    if rows <= 4:
-        return SelectiveConfig(1, lanes)
-    if lanes == 1:
+    """Small batches want many programs; in larger ones two rows share a load of `A`."""
+    if size % 4:
         return SelectiveConfig(1)
-    return SelectiveConfig(4, lanes, rows=2 if rows >= 64 and rows % 2 == 0 else 1)
+    if rows < 32:
+        return SelectiveConfig(2, lanes=4)
+    if rows < 64:
+        return SelectiveConfig(4, lanes=4, rows=1 if rows % 2 else 2)
+    return SelectiveConfig(largest_divisor(channels // 128, (2, 1)))
 
 
 def state_config(rows: int, heads: int, width: int, size: int) -> StateConfig:
-    """Many small programs: at every batch size at least as fast as taller tiles and pipelines."""
+    """Many small programs: at every batch size at least as fast as taller tiles."""
     return StateConfig(16)

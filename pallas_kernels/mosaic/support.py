@@ -11,7 +11,8 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 def device_reason() -> str | None:
     """Why the default device cannot run Mosaic GPU kernels; None if it can."""
-    device = jax.devices()[0]
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
     if device.platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU, and this is {device.platform}"
     capability = getattr(device, "compute_capability", None)

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +10,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
-from pallas_kernels import cases, mosaic
+from pallas_kernels import cases, mosaic, xla
 from pallas_kernels.cases import Case, make_operands
-from pallas_kernels.mosaic import config, gates
+from pallas_kernels.mosaic import config, gates, support
 from pallas_kernels.mosaic.config import ConvConfig, SelectiveConfig, StateConfig
-from pallas_kernels.mosaic.support import shape_reason
 from tests.kernels.test_cases import check
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -27,17 +27,16 @@ HALF = {"dtype": "bfloat16", "state_dtype": "bfloat16"}
 CALLS = (
     (Case("conv_step", CONV, ROWS, options={"activation": "silu"}), ConvConfig(2)),
     (Case("conv_step", {"D": 256, "K": 2}, ROWS, absent=("bias",), **HALF), ConvConfig(1)),
-    (Case("selective_step", MAMBA, ROWS), SelectiveConfig(1)),
-    (Case("selective_step", MAMBA, ROWS, dtype="bfloat16"), SelectiveConfig(2, rows=4)),
+    (Case("selective_step", MAMBA, ROWS), SelectiveConfig(2, lanes=4)),
+    (Case("selective_step", MAMBA, ROWS, dtype="bfloat16"), SelectiveConfig(4, lanes=2, rows=3)),
     (
         Case("selective_step", {"D": 128, "N": 3}, ROWS, absent=("skip", "z", "dt_bias"), **HALF),
         SelectiveConfig(1, rows=2),
     ),
     (Case("mamba2_step", MAMBA2, ROWS, options=LIMIT), StateConfig(16)),
-    (Case("mamba2_step", MAMBA2, ROWS, options=LIMIT), StateConfig(16, stages=2, programs=5)),
     (
         Case("mamba2_step", MAMBA2, ROWS, absent=("conv_bias", "skip", "dt_bias"), **HALF),
-        StateConfig(32, stages=3, programs=7),
+        StateConfig(32),
     ),
     (
         Case("mamba2_step", MAMBA2, ROWS, options={"activation": None}, dtype="bfloat16"),
@@ -79,6 +78,20 @@ def test_ids_outside_the_pool_touch_nobody(case, chosen):
         rest = np.setdiff1d(np.arange(blocks), write)
         np.testing.assert_array_equal(pool[-1, rest], before[-1, rest])
         np.testing.assert_array_equal(pool[:-1], before[:-1])
+
+
+def test_a_kernel_differentiates_like_its_xla_twin():
+    operands = make_operands(Case("conv_step", CONV, ROWS, options={"activation": "silu"}))
+    windows = jax.random.normal(jax.random.key(0), operands["windows"].shape)
+
+    def loss(module):
+        def of(x, windows):
+            results = module.conv_step(**{**operands, "x": x, "windows": windows})
+            return sum(jnp.sum(jnp.sin(value)) for value in results)
+
+        return jax.jit(jax.grad(of, argnums=(0, 1)))(operands["x"], windows)
+
+    chex.assert_trees_all_equal(loss(mosaic), loss(xla))
 
 
 # Lowering --------------------------------------------------------------------------------------
@@ -134,13 +147,11 @@ CHOICES = (
     ("conv_step", ConvConfig(1)),
     ("conv_step", ConvConfig(2)),
     ("selective_step", SelectiveConfig(1)),
-    ("selective_step", SelectiveConfig(4)),
-    ("selective_step", SelectiveConfig(2, rows=3)),
+    ("selective_step", SelectiveConfig(2, lanes=4)),
+    ("selective_step", SelectiveConfig(4, lanes=4, rows=2)),
     ("mamba2_step", StateConfig(16)),
     ("mamba2_step", StateConfig(32)),
     ("mamba2_step", StateConfig(64)),
-    ("mamba2_step", StateConfig(32, stages=6, programs=264)),
-    ("mamba2_step", StateConfig(64, stages=6, programs=132)),
 )
 
 
@@ -162,6 +173,14 @@ def test_the_chosen_configuration_lowers(op, rows):
     assert "mosaic_gpu_v2" in lower(op, shapes, **static)
 
 
+def test_a_hopper_gpu_is_given_the_kernels(monkeypatch):
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    operands, static = abstract_operands("mamba2_step", 1)
+    step = jax.jit(lambda operands: pallas_kernels.mamba2_step(**operands, **static))
+    text = step.trace(operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu_v2") == 2
+
+
 # Choices ---------------------------------------------------------------------------------------
 
 
@@ -170,25 +189,25 @@ def test_the_chosen_configuration_lowers(op, rows):
     ("heads", "width", "size"),
     [(80, 64, 128), (24, 64, 128), (12, 64, 64), (8, 128, 256), (4, 48, 32)],
 )
-def test_a_state_configuration_fits_the_head_and_shared_memory(rows, heads, width, size):
+def test_a_state_configuration_divides_the_head(rows, heads, width, size):
     chosen = config.state_config(rows, heads, width, size)
     assert width % chosen.rows == 0
     assert chosen.rows % 16 == 0
-    assert chosen.stages * chosen.rows * size * 4 < 232448
-    assert chosen.stages == 0 or (chosen.stages >= 2 and chosen.programs > 0)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 32, 100, 256])
 @pytest.mark.parametrize("channels", [128, 384, 5120, 5376])
 def test_channel_configurations_divide_the_channels(rows, channels):
-    assert channels % (128 * config.selective_config(rows, channels, 16).width) == 0
+    for size in (16, 3):
+        chosen = config.selective_config(rows, channels, size)
+        assert channels % chosen.channels == rows % chosen.rows == size % chosen.lanes == 0
     assert channels % (128 * config.conv_config(rows, channels).width) == 0
 
 
 def test_reasons_name_what_does_not_fit():
     def reason(op, **sizes):
         case = Case(op, {**SIZES[op], **sizes}, (1,))
-        return shape_reason(op, make_operands(case, blocks=4))
+        return support.shape_reason(op, make_operands(case, blocks=4))
 
     assert reason("conv_step", D=256) is None
     assert "multiple of 128 channels, got 200" in str(reason("conv_step", D=200))
