@@ -18,7 +18,7 @@ from jaxstate.errors import (
     RequestError,
     SpecError,
 )
-from jaxstate.request import Completion, Event, Request, SamplingParams
+from jaxstate.request import Completion, Event, Request, SamplingParams, explain
 
 if TYPE_CHECKING:
     from jaxstate.engine import Engine
@@ -63,6 +63,7 @@ __all__ = [
     "SpecError",
     "StateCache",
     "Tokenizer",
+    "explain",
     "load_model",
 ]
 

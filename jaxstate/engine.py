@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxstate import compilation, scheduler
 from jaxstate.errors import RequestError, SpecError
@@ -23,7 +24,7 @@ from jaxstate.models.base import CausalLM
 from jaxstate.plan import null_plan
 from jaxstate.progress import Progress
 from jaxstate.request import MAX_STOP_IDS, Completion, Event, Request
-from jaxstate.scheduler import Planned, Schedule
+from jaxstate.scheduler import Planned, Running, Schedule
 from jaxstate.sizing import Sizes, choose
 from jaxstate.state.cache import poison_by_default
 from jaxstate.state.spec import CacheSpec
@@ -42,7 +43,9 @@ class Stats:
 
     requests: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
+    preemptions: int = 0
     prefill_steps: int = 0
     decode_steps: int = 0
     plan_s: float = 0.0
@@ -51,6 +54,7 @@ class Stats:
     programs: int = 0
     late_compilations: int = 0
     peak_blocks: dict[str, int] = dataclasses.field(default_factory=dict)
+    prefix: dict[str, int] = dataclasses.field(default_factory=dict)  # hits and reasons for misses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +98,8 @@ class Engine:
         # A flat list of arrays costs a call far less than a module with as many parameters.
         self._params, tree = jax.tree.flatten(model)
         device = next(iter(self._params[0].devices()))
-        self.shape, self.steps_per_dispatch = choose(sizes or Sizes(), groups, device)
+        self.shape = choose(sizes or Sizes(), groups, device)
+        self.steps_per_dispatch = self.shape.decode_steps
         self.model, self.tokenizer, self.poison = (
             model,
             tokenizer,
@@ -199,15 +204,28 @@ class Engine:
         self._queue.append(request)
         self.stats.requests += 1
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, quiet: bool = False) -> None:
         """Ends the request wherever it is; its last event, `aborted`, comes with the next step.
 
-        An id that is not known, or has ended, is ignored.
+        With `quiet` there is no event. An id that is not known, or has ended, is ignored.
         """
         progress = self._progress.get(request_id)
         if progress is not None:
             self._queue = collections.deque(r for r in self._queue if r.id != request_id)
-            self._news.append(self._end(progress, progress.finish("aborted")))
+            event = self._end(progress, progress.finish("aborted"), discard=True)
+            self._news += [] if quiet else [event]
+
+    def preempt(self, request_id: str) -> None:
+        """Takes the request's row away; it goes to the head of the queue and comes to the same tokens.
+
+        Its text so far is made again from the deepest checkpoint of its prompt, in the same steps and so with the same
+        bits. An id that is not known, or has no row, is ignored.
+        """
+        progress = self._progress.get(request_id)
+        if progress is not None:
+            before = self.schedule
+            self.schedule = scheduler.preempt(before, request_id, tuple(progress.tokens))
+            self.stats.preemptions += self.schedule is not before
 
     def step(self) -> list[Event]:
         """Dispatches what can be dispatched, observes the oldest step, and returns the news."""
@@ -254,6 +272,8 @@ class Engine:
         state, outcome = self._programs[planned.kind](self._params, self.state, planned.plan)
         self._state, self.schedule = state, after
         self._in_flight.append(_Dispatched(planned, outcome))
+        for row in np.flatnonzero(planned.plan.admission.rows).tolist():
+            self._admitted(after.rows[row])
         stats, pool = self.stats, after.pool
         stats.prefill_steps += planned.kind == "prefill"
         stats.decode_steps += planned.kind == "decode"
@@ -269,6 +289,15 @@ class Engine:
         begin = time.perf_counter()
         outcome = jax.device_get(dispatched.outcome)
         self.stats.wait_s += time.perf_counter() - begin
+        # The step has completed: what it left behind may be read from now on, unless its writer broke.
+        broken = {
+            r.request.id
+            for row, r in enumerate(dispatched.planned.serves)
+            if r is not None and outcome.bad[:, row].any()
+        }
+        for request_id in broken:
+            self.schedule = scheduler.distrust(self.schedule, request_id)
+        self.schedule = scheduler.publish(self.schedule, dispatched.planned.staged)
         events = []
         for row, running in enumerate(dispatched.planned.serves):
             if running is None:
@@ -282,7 +311,7 @@ class Engine:
                 outcome.token[made, row].tolist(),
                 outcome.logprob[made, row].tolist(),
             )
-            event = progress.push(tokens, logprobs) if tokens else None
+            event = progress.push(tokens, logprobs, running.at) if tokens else None
             if outcome.bad[:, row].any() and (event is None or event.completion is None):
                 event = progress.fail(_non_finite(progress), event)
             if event is None:
@@ -293,10 +322,19 @@ class Engine:
                 events.append(event)
         return events
 
-    def _end(self, progress: Progress, event: Event) -> Event:
+    def _admitted(self, running: Running | None) -> None:
+        progress = self._progress.get(running.request.id) if running is not None else None
+        if running is None or progress is None or running.known:
+            return
+        progress.cached, progress.miss = running.cached, running.miss
+        self.stats.cached_tokens += running.cached
+        reason = running.miss or "hit"
+        self.stats.prefix[reason] = self.stats.prefix.get(reason, 0) + 1
+
+    def _end(self, progress: Progress, event: Event, *, discard: bool = False) -> Event:
         request = progress.request
         del self._progress[request.id]
-        self.schedule = scheduler.end(self.schedule, request.id)
+        self.schedule = scheduler.end(self.schedule, request.id, discard=discard)
         self.stats.generated_tokens += len(progress.tokens)
         return event
 

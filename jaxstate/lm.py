@@ -45,7 +45,6 @@ class LM:
 
     def __init__(self, model: CausalLM, tokenizer: Tokenizer | None, engine: Engine):
         self.model, self.tokenizer, self.engine = model, tokenizer, engine
-        self._next_id = 0
 
     @classmethod
     def load(
@@ -68,9 +67,7 @@ class LM:
             Engine(model, sizes, tokenizer=tokenizer, poison=poison, report=report),
         )
 
-    def request(
-        self, prompt: Prompt, sampling: SamplingParams, request_id: str | None = None
-    ) -> Request:
+    def request(self, prompt: Prompt, sampling: SamplingParams, request_id: str) -> Request:
         """The request for a prompt, given as text or as token ids.
 
         Raises:
@@ -82,27 +79,41 @@ class LM:
                     "the model folder has no tokenizer.json; give prompts as token ids"
                 )
             prompt = self.tokenizer.encode(prompt)
-        if request_id is None:
-            request_id, self._next_id = str(self._next_id), self._next_id + 1
         return Request(request_id, tuple(prompt), sampling)
 
-    def generate(self, prompts: Prompt | Iterable[Prompt], **sampling: Any) -> list[Completion]:
-        """Continues every prompt, in order; the keywords are those of `SamplingParams`."""
-        done = {
-            e.completion.id: e.completion
-            for e in self.stream(prompts, **sampling)
-            if e.completion is not None
-        }
-        return [done[key] for key in sorted(done, key=int)]
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], *, n: int = 1, **sampling: Any
+    ) -> list[Completion]:
+        """Continues every prompt `n` times, in order; the keywords are those of `SamplingParams`."""
+        events = self.stream(prompts, n=n, **sampling)
+        done = {e.id: e.completion for e in events if e.completion is not None}
+        return [done[key] for key in sorted(done, key=lambda key: [int(k) for k in key.split("/")])]
 
-    def stream(self, prompts: Prompt | Iterable[Prompt], **sampling: Any) -> Iterator[Event]:
-        """As `generate`, yielding events as tokens are made; ids count the prompts from 0, so that draws repeat."""
-        many = _as_list(prompts)
-        self._next_id = 0
-        requests = [self.request(prompt, SamplingParams(**sampling)) for prompt in many]
-        for request in requests:
-            self.engine.submit(request)
-        yield from self.engine.run()
+    def stream(
+        self, prompts: Prompt | Iterable[Prompt], *, n: int = 1, **sampling: Any
+    ) -> Iterator[Event]:
+        """As `generate`, yielding events as tokens are made; if it is left early, what still runs is aborted.
+
+        Ids count the prompts from 0 (`"3"`, or `"3/1"` for one of several continuations), so that draws repeat. Several
+        continuations of a prompt read it once and share its state.
+        """
+        params = SamplingParams(**sampling)
+        names = [(i, p, str(i)) for i, p in enumerate(_as_list(prompts))]
+        if n > 1:
+            names = [(i, p, f"{i}/{k}") for i, p, _ in names for k in range(n)]
+        requests = [self.request(prompt, params, name) for _, prompt, name in names]
+        running: set[str] = set()
+        try:
+            for request in requests:
+                self.engine.submit(request)
+                running.add(request.id)
+            for event in self.engine.run():
+                if event.completion is not None:
+                    running.discard(event.id)
+                yield event
+        finally:
+            for request_id in running:
+                self.engine.abort(request_id, quiet=True)
 
     def close(self) -> None:
         """Frees the model's and the engine's memory; the object cannot be used after."""

@@ -1,7 +1,7 @@
 """Everything that one step will do, made on the host in numpy and checked there before anything is dispatched.
 
 A `StepPlan` has one shape for the life of an engine: lists are padded with the null id, row settings are dense and
-masked. What a step may not do is refused here, by `check_plan`, with the rule that it breaks; compiled code has nothing
+masked. What a step may not do is refused by `rules.check_plan`, with the rule that it breaks; compiled code has nothing
 left that can fail. An idle row, rank or engine runs an ordinary plan whose rows are all null.
 """
 
@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 from flax import struct
 
-from jaxstate.errors import CapacityError, PlanError
 from jaxstate.request import MAX_STOP_IDS
 from jaxstate.sampling import Sampling
-from jaxstate.state.pool import BlockPool
 from jaxstate.state.spec import NULL, CacheSpec, format_leaves, has_values
 from jaxstate.state.tables import Cells
 from jaxstate.typing import Bool, Int32
@@ -32,17 +30,25 @@ Holders = list[str | None]
 class PlanShape:
     """The static sizes of an engine's plans.
 
-    `chunk_tokens` is how many prompt tokens one prefill step takes, `copies` how many block copies per group a plan can
-    hold. The zero and cell lists hold a full row, or one block for every row, whichever is more.
+    `chunk_tokens` is how many prompt tokens one prefill step takes, `decode_steps` how many tokens a row generates in
+    one decode step, `copies` how many block copies per group a plan can hold, `checkpoints` how many states a row can
+    leave behind in one prefill step for others to start from. The cell list holds a full row, or one block for every
+    row, whichever is more; the zero list has room for all checkpoints beside that.
     """
 
     spec: CacheSpec
     chunk_tokens: int
+    decode_steps: int = 1
     copies: int = 0
+    checkpoints: int = 0
 
     def width(self, group: str) -> int:
-        """Entries in a plan's cell and zero lists of this group."""
+        """Entries in a plan's cell list of this group."""
         return max(self.spec.rows, self.spec.capacity(group))
+
+    def zeros(self, group: str) -> int:
+        """Entries in a plan's zero list of this group."""
+        return self.width(group) + self.spec.rows * self.checkpoints
 
 
 class Admission(struct.PyTreeNode):
@@ -52,6 +58,8 @@ class Admission(struct.PyTreeNode):
     budget: Int32[Any, "rows"]  # tokens to generate
     stop_ids: Int32[Any, "rows n"]  # padded with -1, which is no token
     sampling: Sampling
+    source: dict[str, Int32[Any, "rows"]]  # sealed block that the row starts from; 0 for none
+    position: Int32[Any, "rows"]  # tokens that are in the source
 
 
 class Prefill(struct.PyTreeNode):
@@ -61,6 +69,8 @@ class Prefill(struct.PyTreeNode):
     offsets: Int32[Any, "rows+1"]  # row r has tokens offsets[r]:offsets[r + 1]
     starts: Int32[Any, "rows"]  # position of the row's first token in its text
     sample: Bool[Any, "rows"]  # the row's prompt ends here
+    checkpoints: dict[str, Int32[Any, "rows m"]]  # blocks for states on the way; 0 for none
+    checkpoint_positions: Int32[Any, "rows m"]  # after how many tokens of this step
 
 
 class StepPlan(struct.PyTreeNode):
@@ -77,6 +87,7 @@ class StepPlan(struct.PyTreeNode):
         str, np.ndarray
     ]  # bool[blocks]: nobody's since this plan; poison mode fills them with NaN
     admission: Admission
+    forced: Int32[Any, "rows steps"]  # tokens that are known already; -1 where one is to be drawn
     prefill: Prefill | None
 
     def __repr__(self) -> str:
@@ -104,15 +115,19 @@ def null_plan(shape: PlanShape, *, prefill: bool) -> StepPlan:
     return StepPlan(
         clear=np.zeros(rows, bool),
         cells={g: Cells(*(zeros(shape.width(g)) for _ in range(3))) for g in spec.names},
-        zero={g: zeros(shape.width(g)) for g in spec.names},
+        zero={g: zeros(shape.zeros(g)) for g in spec.names},
         copies={g: (zeros(shape.copies), zeros(shape.copies)) for g in spec.names},
         freed={g: np.zeros(spec.blocks(g), bool) for g in spec.names},
         admission=Admission(
             rows=np.zeros(rows, bool), budget=zeros(rows),
             stop_ids=np.full((rows, 2 * MAX_STOP_IDS), -1, np.int32), sampling=sampling,
+            source={g: zeros(rows) for g in spec.names}, position=zeros(rows),
         ),
+        forced=np.full((rows, 1 if prefill else shape.decode_steps), -1, np.int32),
         prefill=Prefill(
-            tokens=zeros(shape.chunk_tokens), offsets=zeros(rows + 1), starts=zeros(rows), sample=np.zeros(rows, bool)
+            tokens=zeros(shape.chunk_tokens), offsets=zeros(rows + 1), starts=zeros(rows), sample=np.zeros(rows, bool),
+            checkpoints={g: np.zeros((rows, shape.checkpoints), np.int32) for g in spec.names},
+            checkpoint_positions=np.zeros((rows, shape.checkpoints), np.int32),
         ) if prefill else None,
     )  # fmt: skip
 
@@ -128,208 +143,3 @@ def apply_cells(tables: HostTables, plan: StepPlan) -> HostTables:
         table[cells.rows[real], cells.columns[real]] = cells.ids[real]
         after[group] = table
     return after
-
-
-def check_plan(
-    plan: StepPlan, shape: PlanShape, tables: HostTables, pool: BlockPool, holders: Holders
-) -> HostTables:
-    """The tables after the plan, once it is known to break no rule; else nothing has changed.
-
-    `tables` are the host's tables before the plan; `pool` and `holders` are those while it runs.
-
-    Raises:
-      CapacityError: a cell past the end of its row.
-      PlanError: any other rule, named in the error.
-    """
-    spec = shape.spec
-    for group in spec.names:
-        _check_cells(plan, spec, group, holders)
-        _check_blocks(plan, spec, group, pool)
-    after = apply_cells(tables, plan)
-    for group in spec.names:
-        _check_kept(plan, group, tables[group])
-        _check_owners(plan, group, after[group], pool, holders)
-    if plan.prefill is not None:
-        _check_prefill(plan.prefill, shape, after, pool, holders)
-    return after
-
-
-def _check_cells(plan: StepPlan, spec: CacheSpec, group: str, holders: Holders) -> None:
-    cells, capacity = plan.cells[group], spec.capacity(group)
-    if not cells.ids.any():
-        return
-    written = set()
-    for row, column, block in zip(
-        cells.rows.tolist(), cells.columns.tolist(), cells.ids.tolist(), strict=True
-    ):
-        if block == NULL:
-            continue
-        if not 0 <= row < spec.rows:
-            raise PlanError(
-                "rows are in range", f"group {group!r}: row {row} is outside the {spec.rows} rows"
-            )
-        if column >= capacity or column < 0:
-            raise CapacityError(
-                request=holders[row] or f"row {row}", group=group, need=column + 1, capacity=capacity,
-                unit="block ids in a row", remedy=f"raise max_len from {spec.max_len}, or shorten the request",
-            )  # fmt: skip
-        if (row, column) in written:
-            raise PlanError(
-                "each cell is written once", f"group {group!r}: row {row}, column {column} twice"
-            )
-        written.add((row, column))
-
-
-def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) -> None:
-    size, zero, (source, destination) = spec.blocks(group), plan.zero[group], plan.copies[group]
-    for what, ids in (
-        ("cells", plan.cells[group].ids),
-        ("zero", zero),
-        ("copies", source),
-        ("copies", destination),
-    ):
-        if ids.size and (ids.min() < 0 or ids.max() >= size):
-            raise PlanError(
-                "ids are in range",
-                f"group {group!r}: {what} name {ids.tolist()}; the pool has {size} blocks",
-            )
-    real = destination != NULL
-    if source.any() or real.any():
-        if (source[real] == NULL).any() or source[~real].any():
-            raise PlanError(
-                "copies go from a block to a block",
-                f"group {group!r}: {source.tolist()} to {destination.tolist()}",
-            )
-        if len(np.unique(destination[real])) < real.sum():
-            raise PlanError(
-                "each block is written once",
-                f"group {group!r}: copies go to {destination[real].tolist()}",
-            )
-        if np.isin(source[real], zero[zero != NULL]).any():
-            raise PlanError(
-                "nothing fresh is copied from",
-                f"group {group!r}: a block in {source.tolist()} is zeroed by this plan",
-            )
-        if plan.freed[group][source[real]].any():
-            raise PlanError(
-                "nothing freed is copied from",
-                f"group {group!r}: a block in {source.tolist()} is freed by this plan",
-            )
-    for what, ids in (("zeroed", zero[zero != NULL]), ("copied to", destination[real])):
-        if pool.sealed[group][ids].any():
-            raise PlanError(
-                "sealed blocks are never written",
-                f"group {group!r}: a block in {ids.tolist()} would be {what}",
-            )
-    fresh = plan.cells[group].ids
-    fresh = fresh[fresh != NULL]
-    made = np.concatenate([zero, destination])
-    dirty = fresh[~np.isin(fresh, made) & ~pool.sealed[group][fresh]]
-    if dirty.size:
-        raise PlanError(
-            "blocks are zeroed when handed out",
-            f"group {group!r}: blocks {dirty.tolist()} are new to a row and neither zeroed nor copied to",
-        )
-
-
-def _check_kept(plan: StepPlan, group: str, before: np.ndarray) -> None:
-    kept = before[~plan.clear]
-    made = np.concatenate([plan.zero[group], plan.copies[group][1]])
-    wiped = made[(made != NULL) & np.isin(made, kept)]
-    if wiped.size:
-        raise PlanError(
-            "only what is handed out is zeroed or copied to",
-            f"group {group!r}: blocks {np.unique(wiped).tolist()} are in use by a row",
-        )
-
-
-def _check_owners(
-    plan: StepPlan, group: str, table: np.ndarray, pool: BlockPool, holders: Holders
-) -> None:
-    live = table[(table != NULL)]
-    live = live[~pool.sealed[group][live]]
-    if len(np.unique(live)) < len(live):
-        ids, counts = np.unique(live, return_counts=True)
-        raise PlanError(
-            "one owner",
-            f"group {group!r}: blocks {ids[counts > 1].tolist()} stand in two cells and are not sealed",
-        )
-    if plan.freed[group][live].any():
-        raise PlanError(
-            "no freed block in a row", f"group {group!r}: a row names a block that this plan frees"
-        )
-    if pool.refs[group][plan.freed[group]].any():
-        raise PlanError(
-            "freed blocks are nobody's",
-            f"group {group!r}: a block in {np.flatnonzero(plan.freed[group]).tolist()} still has a holder",
-        )
-    used = (table != NULL).any(axis=1)
-    for row in np.flatnonzero(used).tolist():
-        if holders[row] is None:
-            raise PlanError(
-                "finished rows are null",
-                f"group {group!r}: row {row} is nobody's and names {table[row].tolist()}",
-            )
-    for row in np.flatnonzero(~used).tolist():
-        if holders[row] is not None:
-            raise PlanError(
-                "live rows have blocks", f"group {group!r}: row {row} of {holders[row]!r} is null"
-            )
-    changed = np.unique(plan.cells[group].rows[plan.cells[group].ids != NULL])
-    for row in changed.tolist():
-        mine = pool.held.get(holders[row] or "", {}).get(group, ())
-        named = table[row].tolist()
-        foreign = set(named) - {NULL} - set(mine)
-        if foreign:
-            raise PlanError(
-                "one owner",
-                f"group {group!r}: row {row} names blocks {sorted(foreign)}, which {holders[row]!r} does not hold",
-            )
-        if sorted(named[: len(mine)]) != sorted(mine):
-            raise PlanError(
-                "rows name all that they hold",
-                f"group {group!r}: row {row} names {named}; {holders[row]!r} holds {list(mine)}",
-            )
-
-
-def _check_prefill(
-    prefill: Prefill, shape: PlanShape, tables: HostTables, pool: BlockPool, holders: Holders
-) -> None:
-    spec, lengths = shape.spec, np.diff(prefill.offsets)
-    if prefill.offsets[0] < 0 or (lengths < 0).any() or prefill.offsets[-1] > shape.chunk_tokens:
-        raise PlanError(
-            "tokens fit the step",
-            f"offsets are {prefill.offsets.tolist()} for {shape.chunk_tokens} tokens",
-        )
-    if prefill.tokens.min(initial=0) < 0:
-        raise PlanError("tokens are ids", "a prompt token is negative")
-    for row in np.flatnonzero(lengths).tolist():
-        start, end = int(prefill.starts[row]), int(prefill.starts[row] + lengths[row])
-        need = spec.need(end, holders[row] or f"row {row}")
-        if start < 0 or holders[row] is None:
-            raise PlanError(
-                "only live rows read tokens", f"row {row} has {lengths[row]} tokens and no request"
-            )
-        for group, n in need.items():
-            spec.check_row(group, n, holders[row] or "")
-            ids, before = tables[group][row], spec.need(start)[group]
-            # What it starts from, if anything, and what it leaves its state in.
-            for column in {max(before, 1) - 1, n - 1}:
-                if ids[column] == NULL:
-                    raise PlanError(
-                        "no live row resolves to null",
-                        f"group {group!r}: {holders[row]!r} has no block in column {column} for "
-                        f"positions {start} to {end - 1}",
-                    )
-            per_block = spec.group(group).tokens_per_block(spec.context_shards)
-            first = start // per_block if per_block is not None else 0
-            if pool.sealed[group][ids[first:n]].any():
-                raise PlanError(
-                    "sealed blocks are never written",
-                    f"group {group!r}: {holders[row]!r} would write a block in {ids[first:n].tolist()}",
-                )
-    if prefill.sample[lengths == 0].any():
-        raise PlanError(
-            "only rows with tokens are sampled",
-            f"rows {np.flatnonzero(prefill.sample & (lengths == 0)).tolist()}",
-        )

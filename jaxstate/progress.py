@@ -23,6 +23,8 @@ class Progress:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
     told: int = 0  # tokens that events have reported
+    cached: int = 0  # prompt tokens taken from a checkpoint
+    miss: str | None = None  # why there was none
     first_token_s: float = 0.0
 
     @classmethod
@@ -35,8 +37,13 @@ class Progress:
         stream = TextStream(tokenizer, request.sampling.stop) if tokenizer is not None else None
         return cls(request, budget, stops, stream, time.perf_counter())
 
-    def push(self, tokens: list[int], logprobs: list[float]) -> Event:
-        """Takes the tokens of one observed step; the event has a completion if they end the request."""
+    def push(self, tokens: list[int], logprobs: list[float], at: int | None = None) -> Event:
+        """Takes the tokens of one observed step; the event has a completion if they end the request.
+
+        `at` is the place of the first of them; those before the next one due are made again after a preemption.
+        """
+        again = 0 if at is None else len(self.tokens) - at
+        tokens, logprobs = tokens[again:], logprobs[again:]
         if tokens and not self.tokens:
             self.first_token_s = time.perf_counter() - self.submitted
         end = next((i for i, token in enumerate(tokens) if token in self.stop_ids), None)
@@ -64,6 +71,7 @@ class Progress:
         completion = Completion(
             id=self.request.id, prompt_tokens=len(self.request.prompt), tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs), text=self.text, finish_reason=reason, error=error,
+            cached_tokens=self.cached, cache_miss=self.miss,
             first_token_s=self.first_token_s, total_s=time.perf_counter() - self.submitted,
         )  # fmt: skip
         return Event(self.request.id, self._news(last=True), piece, completion)

@@ -118,6 +118,8 @@ class SamplingParams:
 class Request:
     """One prompt, as token ids, and how to go on from it.
 
+    Requests share the states of common prefixes only with requests of the same `cache_salt`.
+
     Raises:
       RequestError: code `empty_prompt` or `unsupported_value`.
     """
@@ -125,9 +127,11 @@ class Request:
     id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
+    cache_salt: str = ""
 
     def __post_init__(self):
         _check(isinstance(self.id, str), "id", self.id, "a text")
+        _check(isinstance(self.cache_salt, str), "cache_salt", self.cache_salt, "a text")
         prompt = tuple(self.prompt)
         if not prompt:
             raise RequestError(
@@ -153,7 +157,9 @@ class Completion:
 
     `finish_reason` is `stop` (an end token or a stop text), `length` (max_tokens or the engine's max length), `aborted`
     or `error` (then `error` says why; the tokens are those made before it). `logprobs` are the log-probabilities of
-    `tokens` under the model's unmodified distribution. Times are seconds since the request was submitted.
+    `tokens` under the model's unmodified distribution. `cached_tokens` prompt tokens were not computed because another
+    request had left its state after them; if there are none, `cache_miss` says why (see `jaxstate.explain`). Times are
+    seconds since the request was submitted.
     """
 
     id: str
@@ -164,6 +170,7 @@ class Completion:
     finish_reason: str
     error: RequestError | None = None
     cached_tokens: int = 0
+    cache_miss: str | None = None
     first_token_s: float = 0.0
     total_s: float = 0.0
 
@@ -180,3 +187,24 @@ class Event:
     tokens: tuple[int, ...]
     text: str
     completion: Completion | None = None
+
+
+CACHE_MISSES = {
+    "off": "prefix reuse is off (the engine was given no checkpoints)",
+    "too_short": "the prompt has at most 64 tokens; states are kept every 64, and one token is always computed",
+    "unknown": "no earlier prompt began like this one",
+    "not_kept": "earlier prompts began like this one, but no state within what they share was kept, or it was let go",
+}
+"""What the reasons in `Completion.cache_miss` mean."""
+
+
+def explain(completion: Completion) -> str:
+    """Says where the prompt's state came from: how much was reused and, if nothing was, why."""
+    prompt, cached = completion.prompt_tokens, completion.cached_tokens
+    if cached:
+        return (
+            f"{cached} of {prompt} prompt tokens were reused from a state that an earlier request left; "
+            f"{prompt - cached} were computed"
+        )
+    why = CACHE_MISSES.get(completion.cache_miss or "", "the request ended before it was read")
+    return f"all {prompt} prompt tokens were computed: {why}"

@@ -36,9 +36,12 @@ def request_hash(request: str) -> int:
 
 
 def sample(
-    logits: Float32[Array, "rows vocab"], sampling: Sampling, position: Int32[Array, "rows"]
+    logits: Float32[Array, "rows vocab"],
+    sampling: Sampling,
+    position: Int32[Array, "rows"],
+    forced: Int32[Array, "rows"] | None = None,
 ) -> tuple[Int32[Array, "rows"], Float32[Array, "rows"], Bool[Array, "rows"]]:
-    """Draws one token per row, for the given position of its text.
+    """Draws one token per row, for the given position of its text, or takes the forced one where it is not -1.
 
     Returns the tokens, their log-probabilities under the unmodified distribution, and whether the row's logits were all
     finite (where not, the token is 0 and means nothing).
@@ -47,7 +50,10 @@ def sample(
     greedy = sampling.temperature <= 0
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     drawn = lax.cond(greedy.all(), lambda: best, lambda: _draw(logits, sampling, position))
-    token = jnp.where(finite, jnp.where(greedy, best, drawn), 0)
+    token = jnp.where(greedy, best, drawn)
+    if forced is not None:
+        token = jnp.where(forced >= 0, forced, token)
+    token = jnp.where(finite, token, 0)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1, mode="clip")[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, axis=-1), finite
 

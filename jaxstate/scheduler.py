@@ -1,8 +1,10 @@
-"""Which rows and blocks go to whom, and what the next step does: pure functions of an immutable `Schedule`.
+"""What the next step does: a pure function from a `Schedule` to a checked plan and the schedule after it.
 
 A request waits until a row and all the blocks it can ever need are free, so one that was admitted always finishes. It
-then reads its prompt in chunks, cut only at multiples of the scan chunk (a cut there changes no bit of the state), and
-decodes until it ends. Prompt and decode steps take turns while there is work for both.
+starts from the deepest checkpoint of its prompt, reads the rest in chunks, cut only at multiples of the scan chunk (a
+cut there changes no bit of the state), and decodes until it ends. Prompt and decode steps take turns while there is
+work for both. On the way through a prompt, states are left where others will want to start; that takes blocks nobody
+needs, or the least valuable checkpoint's, and never delays a request.
 
 The host plans ahead of the device: a row that must have reached its length by the end of the last planned step is
 cleared and handed on by the next plan, without waiting to see the tokens. Steps run in order, so this is safe.
@@ -11,124 +13,57 @@ cleared and handed on by the next plan, without waiting to see the tokens. Steps
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from jaxstate.plan import (
-    HostTables,
-    PlanShape,
-    StepPlan,
-    check_plan,
-    null_plan,
-)
-from jaxstate.request import Request
+from jaxstate.plan import StepPlan, null_plan
+from jaxstate.prefix import Checkpoint, Key, Match, PrefixIndex, holder_of, wanted
+from jaxstate.rules import check_plan
 from jaxstate.sampling import request_hash
+from jaxstate.schedule import (
+    Running,
+    Schedule,
+    Waiting,
+    budget_of,
+    distrust,
+    end,
+    forget_prefixes,
+    preempt,
+    publish,
+    submit,
+)
 from jaxstate.state.pool import BlockPool
 from jaxstate.state.spec import CacheSpec
 from pallas_kernels.rows import CHUNK
 
-
-@dataclasses.dataclass(frozen=True)
-class Running:
-    """A request that has a row: how much of it has been planned so far."""
-
-    request: Request
-    row: int
-    budget: int  # tokens it may generate
-    order: int  # of admission
-    read: int = 0  # prompt tokens planned
-    made: int = 0  # generated tokens planned, if it does not stop early
-    ended: bool = False
-
-    @property
-    def reading(self) -> bool:
-        return not self.ended and self.read < len(self.request.prompt)
-
-    @property
-    def decoding(self) -> bool:
-        return not self.ended and self.read == len(self.request.prompt) and self.made < self.budget
-
-    @property
-    def leaving(self) -> bool:
-        """Whether nothing more is to be planned for it but the clearing of its row."""
-        return self.ended or self.made >= self.budget
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """Who waits, who runs in which row, which blocks are whose, and what the tables hold once all planned steps ran."""
-
-    shape: PlanShape
-    pool: BlockPool
-    tables: HostTables
-    rows: tuple[Running | None, ...]
-    waiting: tuple[Request, ...] = ()
-    admitted: int = 0
-    turn: str = "prefill"
-
-    @classmethod
-    def create(cls, shape: PlanShape) -> Schedule:
-        """A schedule with all rows and blocks free."""
-        spec = shape.spec
-        tables = {g: np.zeros((spec.rows, spec.capacity(g)), np.int32) for g in spec.names}
-        return cls(shape, BlockPool.create(spec), tables, (None,) * spec.rows)
-
-    @property
-    def spec(self) -> CacheSpec:
-        return self.shape.spec
-
-    @property
-    def running(self) -> tuple[Running, ...]:
-        return tuple(r for r in self.rows if r is not None)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no plan is needed: nobody waits and every row is null."""
-        return not self.waiting and not self.running
-
-    @property
-    def holders(self) -> list[str | None]:
-        return [r.request.id if r is not None else None for r in self.rows]
-
-    def __repr__(self) -> str:
-        rows = f"{len(self.running)} of {self.spec.rows} rows running"
-        return f"Schedule({rows}, {len(self.waiting)} waiting, {self.pool})"
-
-
-def budget_of(request: Request, spec: CacheSpec) -> int:
-    """Tokens that the request may generate: what it asks for, as far as `max_len` has room.
-
-    Raises:
-      CapacityError: the prompt leaves no room for even one token.
-    """
-    spec.need(len(request.prompt) + 1, request.id)
-    return min(request.sampling.max_tokens, spec.max_len - len(request.prompt))
-
-
-def submit(schedule: Schedule, request: Request) -> Schedule:
-    """Puts the request at the end of the queue; CapacityError when it can never fit."""
-    budget_of(request, schedule.spec)
-    return dataclasses.replace(schedule, waiting=(*schedule.waiting, request))
-
-
-def end(schedule: Schedule, request_id: str) -> Schedule:
-    """Ends the request wherever it is; the next plan clears its row. Unknown or ended requests change nothing."""
-    waiting = tuple(r for r in schedule.waiting if r.id != request_id)
-    rows = tuple(
-        dataclasses.replace(r, ended=True) if r is not None and r.request.id == request_id else r
-        for r in schedule.rows
-    )
-    return dataclasses.replace(schedule, waiting=waiting, rows=rows)
+__all__ = [
+    "Planned", "Running", "Schedule", "Waiting", "budget_of", "distrust", "end", "forget_prefixes", "plan_next",
+    "preempt", "publish", "submit",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A checked plan, and which request each row serves in it (None for null rows)."""
+    """A checked plan, which request each row serves in it (None for null rows), and the checkpoints that it writes."""
 
     kind: str  # "prefill" or "decode"
     plan: StepPlan
     serves: tuple[Running | None, ...]
+    staged: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Admitted:
+    """A waiting request that gets a row, and pool and index once it has its blocks."""
+
+    waiting: Waiting
+    running: Running
+    ids: dict[str, np.ndarray]
+    pool: BlockPool
+    index: PrefixIndex
+    evicted: int
 
 
 def plan_next(
@@ -143,7 +78,7 @@ def plan_next(
     admits = _admit(stays)
     can_read = bool(admits) or any(r.reading for r in stays.running)
     can_decode = any(r.decoding for r in stays.running)
-    if not can_read and not can_decode and not leaving:
+    if not can_read and not can_decode and not leaving and not schedule.garbage:
         return None
     kind = "prefill" if can_read and not (can_decode and schedule.turn == "decode") else "decode"
     plan = null_plan(schedule.shape, prefill=kind == "prefill")
@@ -152,7 +87,7 @@ def plan_next(
     if kind == "prefill":
         after, serves = _plan_prefill(stays, admits, plan, tuple(extra_stop_ids))
     else:
-        after, serves = _plan_decode(stays, decode_steps)
+        after, serves = _plan_decode(stays, plan, decode_steps)
     for group, freed in plan.freed.items():
         # Not what has a new tenant already, nor what is sealed and has other holders.
         freed[:] = (schedule.pool.refs[group] > 0) & (after.pool.refs[group] == 0)
@@ -160,85 +95,187 @@ def plan_next(
     after = dataclasses.replace(
         after, tables=tables, turn="decode" if kind == "prefill" else "prefill"
     )
-    return after, Planned(kind, plan, serves)
+    staged = tuple(h for h in after.staged if h not in schedule.staged)
+    return after, Planned(kind, plan, serves, staged)
 
 
 def _release(schedule: Schedule, leaving: SequenceOf[Running]) -> Schedule:
+    """Frees the blocks of rows that leave and of dropped checkpoints, and the holds on those that rows started from."""
     pool, rows = schedule.pool, list(schedule.rows)
     for running in leaving:
         pool, _ = pool.release(running.request.id)
         rows[running.row] = None
-    return dataclasses.replace(schedule, pool=pool, rows=tuple(rows))
+    for running in rows:
+        if running is not None and running.source is not None and running.read > running.cached:
+            pool, _ = pool.free(running.request.id, _lists(running.source))
+            rows[running.row] = dataclasses.replace(running, source=None)
+    for holder in schedule.garbage:
+        pool, _ = pool.release(holder)
+    return dataclasses.replace(schedule, pool=pool, rows=tuple(rows), garbage=())
 
 
-def _admit(schedule: Schedule) -> list[tuple[int, Request, BlockPool]]:
-    """Waiting requests in order, with their rows and the pool after each; the first misfit ends the list."""
-    spec, pool, admits = schedule.spec, schedule.pool, []
-    room = {g: schedule.shape.width(g) for g in spec.names}
+def _admit(schedule: Schedule) -> list[_Admitted]:
+    """Waiting requests that get a row, in order; the first that does not fit ends the list.
+
+    One whose prompt's state is being computed by another waits for that and lets those behind it pass.
+    """
+    shape, spec, pool, index = schedule.shape, schedule.spec, schedule.pool, schedule.index
+    room = {g: shape.width(g) for g in spec.names}
     free_rows = [row for row, r in enumerate(schedule.rows) if r is None]
-    for row, request in zip(free_rows, schedule.waiting, strict=False):
-        need = spec.need(len(request.prompt) + budget_of(request, spec), request.id)
-        if not pool.fits(need) or any(room[g] < n for g, n in need.items()):
+    coming = {pair for r in schedule.running if not r.ended for pair in _coming(r)}
+    coming |= {(c.position, c.key) for c in schedule.staged.values()}
+    kept, admits = _sources(schedule), []
+    for waiting in schedule.waiting:
+        if len(admits) == len(free_rows):
             break
-        pool, _ = pool.allocate(request.id, need)
+        request, match = waiting.request, _match(schedule, index, waiting)
+        start = match.checkpoint.position if match.checkpoint is not None else 0
+        if any(start < p < len(request.prompt) and _at(waiting.keys, p) == k for p, k in coming):
+            continue
+        budget = budget_of(request, spec)
+        need = spec.need(len(request.prompt) + budget, request.id)
+        keep = kept if match.checkpoint is None else kept | {match.checkpoint.key}
+        made = _make_room(pool, index, need, keep)
+        if made is None or any(room[g] < n for g, n in need.items()):
+            break
+        (pool, index, evicted), source, kept = made, None, keep
+        pool, ids = pool.allocate(request.id, need)
+        if match.checkpoint is not None:
+            source = match.checkpoint.blocks
+            pool, index = pool.share(request.id, _lists(source)), index.use(match.checkpoint.key)
+        index = index.see(waiting.keys)
         room = {g: room[g] - n for g, n in need.items()}
-        admits.append((row, request, pool))
+        running = Running(
+            request, free_rows[len(admits)], budget, schedule.admitted + len(admits) + 1, read=start,
+            keys=waiting.keys, source=source, cached=start, miss=match.miss, known=waiting.made,
+            wants=wanted(match, len(request.prompt)) if shape.checkpoints else (),
+        )  # fmt: skip
+        coming |= set(_coming(running))
+        admits.append(_Admitted(waiting, running, ids, pool, index, evicted))
     return admits
 
 
+def _sources(schedule: Schedule) -> frozenset[Key]:
+    """Checkpoints that rows are yet to start from; letting them go would free nothing."""
+    held = (r for r in schedule.running if r.source is not None)
+    return frozenset(r.keys[r.cached // CHUNK - 1] for r in held)
+
+
+def _match(schedule: Schedule, index: PrefixIndex, waiting: Waiting) -> Match:
+    if not schedule.shape.checkpoints:
+        return Match(None, 0, "off")
+    return index.match(waiting.keys, len(waiting.request.prompt))
+
+
+def _coming(running: Running) -> list[tuple[int, Key]]:
+    return [(p, running.keys[p // CHUNK - 1]) for p in running.wants]
+
+
+def _at(keys: tuple[Key, ...], position: int) -> Key | None:
+    return keys[position // CHUNK - 1] if position // CHUNK <= len(keys) else None
+
+
+def _make_room(
+    pool: BlockPool, index: PrefixIndex, need: Mapping[str, int], keep: frozenset[Key]
+) -> tuple[BlockPool, PrefixIndex, int] | None:
+    """Pool and index after letting go as many checkpoints as it takes; None if all of them do not suffice."""
+    evicted = 0
+    while not pool.fits(need):
+        step = index.evict(keep)
+        if step is None:
+            return None
+        index, node = step
+        pool, _ = pool.release(node.holder)
+        evicted += 1
+    return pool, index, evicted
+
+
 def _plan_prefill(
-    schedule: Schedule,
-    admits: SequenceOf[tuple[int, Request, BlockPool]],
-    plan: StepPlan,
-    extra: tuple[int, ...],
+    schedule: Schedule, admits: SequenceOf[_Admitted], plan: StepPlan, extra: tuple[int, ...]
 ) -> tuple[Schedule, tuple[Running | None, ...]]:
-    spec, rows = schedule.spec, list(schedule.rows)
-    used = dict.fromkeys(spec.names, 0)
-    pool, admitted = schedule.pool, 0
-    left = schedule.shape.chunk_tokens - sum(
-        n
-        for _, n in _chunks(
-            [r for r in rows if r is not None and r.reading], schedule.shape.chunk_tokens
-        )
-    )
-    for row, request, pool_after in admits:
+    shape, rows = schedule.shape, list(schedule.rows)
+    used = dict.fromkeys(schedule.spec.names, 0)
+    left = shape.chunk_tokens - sum(n for _, n in _chunks(rows, shape.chunk_tokens))
+    entered: list[Waiting] = []
+    for admitted in admits:
         if left <= 0:
             break
-        pool, admitted = pool_after, admitted + 1
-        running = Running(request, row, budget_of(request, spec), schedule.admitted + admitted)
-        rows[row] = running
-        left -= len(request.prompt)
-        _write_row(plan, spec, running, pool.held[request.id], used)
+        running = admitted.running
+        rows[running.row] = running
+        left -= len(running.request.prompt) - running.read
+        _write_row(plan, schedule.spec, running, admitted.ids, used)
         _write_admission(plan, running, extra)
-    chunks = _chunks([r for r in rows if r is not None and r.reading], schedule.shape.chunk_tokens)
-    lengths = np.zeros(spec.rows, np.int64)
+        entered.append(admitted.waiting)
+        schedule = dataclasses.replace(
+            schedule, pool=admitted.pool, index=admitted.index, admitted=running.order,
+            evicted=schedule.evicted + admitted.evicted,
+        )  # fmt: skip
+    prefill, serves, chunks = plan.prefill, _nobody(len(rows)), _chunks(rows, shape.chunk_tokens)
+    assert prefill is not None
+    lengths = np.zeros(len(rows), np.int64)
     for running, n in chunks:
         lengths[running.row] = n
-    prefill, serves = plan.prefill, _nobody(spec.rows)
-    assert prefill is not None
     np.cumsum(lengths, out=prefill.offsets[1:])
     for running, n in chunks:
-        row, at = running.row, int(prefill.offsets[running.row])
+        row, at, end_ = running.row, int(prefill.offsets[running.row]), running.read + n
+        schedule, running = _leave_checkpoints(schedule, plan, running, end_, used)
         prefill.starts[row] = running.read
-        prefill.tokens[at : at + n] = running.request.prompt[running.read : running.read + n]
-        ends = running.read + n == len(running.request.prompt)
+        prefill.tokens[at : at + n] = running.request.prompt[running.read : end_]
+        ends = end_ == len(running.request.prompt)
         prefill.sample[row] = ends
-        rows[row] = serves[row] = dataclasses.replace(
-            running, read=running.read + n, made=int(ends)
+        if ends and running.known:
+            plan.forced[row, 0] = running.known[0]
+        rows[row] = serves[row] = dataclasses.replace(running, read=end_, made=int(ends), at=0)
+    waiting = tuple(w for w in schedule.waiting if w not in entered)
+    return dataclasses.replace(schedule, rows=tuple(rows), waiting=waiting), tuple(serves)
+
+
+def _leave_checkpoints(
+    schedule: Schedule, plan: StepPlan, running: Running, end_: int, used: dict[str, int]
+) -> tuple[Schedule, Running]:
+    """Finds blocks for the checkpoints that the row passes in this step; one that finds none is skipped."""
+    prefill = plan.prefill
+    assert prefill is not None
+    keep, start, slot = _sources(schedule), running.read, 0
+    for position in [p for p in running.wants if start < p <= end_]:
+        one, key = dict.fromkeys(schedule.spec.names, 1), running.keys[position // CHUNK - 1]
+        holder = f"{holder_of(key)} {running.order}"
+        made = _make_room(schedule.pool, schedule.index, one, keep)
+        if made is None or slot == schedule.shape.checkpoints:
+            schedule = dataclasses.replace(schedule, skipped=schedule.skipped + 1)
+            continue
+        pool, index, evicted = made
+        pool, ids = pool.allocate(holder, one)
+        blocks = {group: int(block[0]) for group, block in ids.items()}
+        before = max([p for p in (running.cached, *_positions(schedule, running)) if p < position])
+        checkpoint = Checkpoint(
+            key, position, blocks, holder, running.request.id, position - before
         )
-    after = dataclasses.replace(
-        schedule,
-        pool=pool,
-        rows=tuple(rows),
-        waiting=schedule.waiting[admitted:],
-        admitted=schedule.admitted + admitted,
-    )
-    return after, tuple(serves)
+        schedule = dataclasses.replace(
+            schedule, pool=pool, index=index, evicted=schedule.evicted + evicted,
+            staged={**schedule.staged, holder: checkpoint},
+        )  # fmt: skip
+        for group, block in blocks.items():
+            prefill.checkpoints[group][running.row, slot] = block
+            plan.zero[group][used[group]] = block
+            used[group] += 1
+        prefill.checkpoint_positions[running.row, slot] = position - start
+        slot += 1
+    wants = tuple(p for p in running.wants if p > end_)
+    return schedule, dataclasses.replace(running, wants=wants)
 
 
-def _chunks(reading: SequenceOf[Running], room: int) -> list[tuple[Running, int]]:
+def _positions(schedule: Schedule, running: Running) -> list[int]:
+    """Where this request has left checkpoints."""
+    staged = [c.position for c in schedule.staged.values() if c.writer == running.request.id]
+    kept = [n * CHUNK for n, key in enumerate(running.keys, 1) if key in schedule.index.nodes]
+    return [*staged, *kept]
+
+
+def _chunks(rows: SequenceOf[Running | None], room: int) -> list[tuple[Running, int]]:
     """How many prompt tokens each sequence reads now, oldest first; cut only where a cut changes no bits."""
     chunks = []
+    reading = [r for r in rows if r is not None and r.reading]
     for running in sorted(reading, key=lambda r: r.order):
         n = len(running.request.prompt) - running.read
         if n > room:
@@ -249,13 +286,16 @@ def _chunks(reading: SequenceOf[Running], room: int) -> list[tuple[Running, int]
     return chunks
 
 
-def _plan_decode(schedule: Schedule, steps: int) -> tuple[Schedule, tuple[Running | None, ...]]:
+def _plan_decode(
+    schedule: Schedule, plan: StepPlan, steps: int
+) -> tuple[Schedule, tuple[Running | None, ...]]:
     rows, serves = list(schedule.rows), _nobody(schedule.spec.rows)
     for row, running in enumerate(rows):
         if running is not None and running.decoding:
-            rows[row] = serves[row] = dataclasses.replace(
-                running, made=min(running.made + steps, running.budget)
-            )
+            known = running.known[running.made : running.made + steps]
+            plan.forced[row, : len(known)] = known
+            made = min(running.made + steps, running.budget)
+            rows[row] = serves[row] = dataclasses.replace(running, made=made, at=running.made)
     return dataclasses.replace(schedule, rows=tuple(rows)), tuple(serves)
 
 
@@ -263,11 +303,15 @@ def _nobody(rows: int) -> list[Running | None]:
     return [None] * rows
 
 
+def _lists(blocks: Mapping[str, int]) -> dict[str, list[int]]:
+    return {group: [block] for group, block in blocks.items()}
+
+
 def _write_row(
     plan: StepPlan,
     spec: CacheSpec,
     running: Running,
-    held: dict[str, tuple[int, ...]],
+    held: Mapping[str, SequenceOf[int] | np.ndarray],
     used: dict[str, int],
 ) -> None:
     for group in spec.names:
@@ -284,6 +328,9 @@ def _write_admission(plan: StepPlan, running: Running, extra: tuple[int, ...]) -
     stops = (*asked.stop_ids, *(() if asked.ignore_eos else extra))
     admission.rows[row], admission.budget[row] = True, running.budget
     admission.stop_ids[row, : len(stops)] = stops
+    admission.position[row] = running.cached
+    for group, block in (running.source or {}).items():
+        admission.source[group][row] = block
     sampling = admission.sampling
     sampling.temperature[row], sampling.top_k[row] = asked.temperature, asked.top_k
     sampling.top_p[row], sampling.min_p[row] = asked.top_p, asked.min_p

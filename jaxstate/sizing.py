@@ -10,6 +10,12 @@ from jaxstate.state.spec import CacheSpec, GroupSpec, format_bytes
 from jaxstate.typing import Device
 from pallas_kernels.rows import CHUNK
 
+CPU_CHECKPOINT_BYTES = 256 * 2**20
+"""What checkpoints may take where the device does not say how much memory it has."""
+
+MOST_CHECKPOINTS = 4
+"""States that one row can leave behind in one step."""
+
 STATE_SHARE = 0.8
 """Share of the memory left beside the weights that the state may take; the rest is for activations."""
 
@@ -23,21 +29,25 @@ class Sizes:
       max_len: most tokens of one sequence, prompt and generated.
       chunk_tokens: prompt tokens that one step reads, a multiple of the scan chunk (64).
       decode_steps: tokens that each row generates in one dispatch.
+      checkpoints: states kept for prompts that begin like earlier ones; 0 turns prefix reuse off.
+
+    Raises:
+      SpecError: a size that cannot be.
     """
 
     rows: int | None = None
     max_len: int | None = None
     chunk_tokens: int | None = None
     decode_steps: int | None = None
+    checkpoints: int | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
+            value, least = getattr(self, field.name), 0 if field.name == "checkpoints" else 1
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and value >= least):
                 raise SpecError(
-                    f"{field.name} is {value!r}; it must be a whole number of at least 1"
+                    f"{field.name} is {value!r}; it must be a whole number of at least {least}"
                 )
         if self.chunk_tokens is not None and self.chunk_tokens % CHUNK:
             raise SpecError(
@@ -52,24 +62,39 @@ def free_bytes(device: Device) -> int | None:
     return None if limit is None else int(limit - stats.get("bytes_in_use", 0))
 
 
-def choose(sizes: Sizes, groups: tuple[GroupSpec, ...], device: Device) -> tuple[PlanShape, int]:
-    """The plan shape and the decode steps for these groups on this device.
+def choose(sizes: Sizes, groups: tuple[GroupSpec, ...], device: Device) -> PlanShape:
+    """The shape of the plans for these groups on this device.
 
     Raises:
-      SpecError: the rows asked for do not fit the device's memory, with the number that would.
+      SpecError: what is asked for does not fit the device's memory, with what would.
     """
     gpu = device.platform != "cpu"
     max_len = sizes.max_len or (131_072 if all(g.block_size is None for g in groups) else 4_096)
-    one = CacheSpec(groups, rows=1, max_len=max_len).bytes_per_sequence
+    row = CacheSpec(groups, rows=1, max_len=max_len).bytes_per_sequence
+    kept = sum(g.bytes_per_block for g in groups)  # one checkpoint, and as much again for null
     free = free_bytes(device)
-    # One more than the rows, for the null block.
-    most = None if free is None else int(free * STATE_SHARE) // one - 1
-    if free is not None and most is not None and most < (sizes.rows or 1):
+    room = None if free is None else int(free * STATE_SHARE) - kept
+    rows = sizes.rows or (8 if room is None else max(1, min(256, (room - room // 4) // row)))
+    left = CPU_CHECKPOINT_BYTES if room is None else room - rows * row
+    checkpoints = sizes.checkpoints
+    if checkpoints is None:
+        checkpoints = max(0, min(1024, left // kept))
+    if room is not None and left < checkpoints * kept:
         raise SpecError(
-            f"{sizes.rows or 1} rows of {format_bytes(one)} of state do not fit the {format_bytes(free)} that "
-            f"the device has free; at most {max(most, 0)} do"
+            f"{rows} rows of {format_bytes(row)} and {checkpoints} checkpoints of {format_bytes(kept)} do not fit "
+            f"the {format_bytes(free or 0)} that the device has free; at most {max(room, 0) // row} rows or "
+            f"{max(left, 0) // kept} checkpoints beside these rows do"
         )
-    rows = sizes.rows or (8 if most is None else min(256, most))
-    spec = CacheSpec(groups, rows=rows, max_len=max_len)
-    chunk = sizes.chunk_tokens or (2048 if gpu else 256)
-    return PlanShape(spec, chunk_tokens=chunk), sizes.decode_steps or (16 if gpu else 8)
+    groups = tuple(_with_blocks(g, rows, max_len, checkpoints) for g in groups)
+    return PlanShape(
+        CacheSpec(groups, rows=rows, max_len=max_len),
+        chunk_tokens=sizes.chunk_tokens or (2048 if gpu else 256),
+        decode_steps=sizes.decode_steps or (16 if gpu else 8),
+        checkpoints=MOST_CHECKPOINTS if checkpoints else 0,
+    )
+
+
+def _with_blocks(group: GroupSpec, rows: int, max_len: int, checkpoints: int) -> GroupSpec:
+    if group.blocks is not None:
+        return group
+    return dataclasses.replace(group, blocks=rows * group.need(max_len, 1) + checkpoints + 1)

@@ -17,7 +17,7 @@ from jaxstate.plan import Admission, Prefill, StepPlan
 from jaxstate.request import MAX_STOP_IDS
 from jaxstate.sampling import Sampling, sample
 from jaxstate.state.cache import StateCache
-from jaxstate.state.spec import CacheSpec, GroupSpec
+from jaxstate.state.spec import NULL, CacheSpec, GroupSpec
 from jaxstate.state.tables import BlockTables
 from jaxstate.typing import Array, Bool, Float32, Int32
 from pallas_kernels.rows import RowIds, Rows
@@ -32,10 +32,12 @@ class RowState(struct.PyTreeNode):
     active: Bool[Array, "rows"]
     stop_ids: Int32[Array, "rows n"]
     sampling: Sampling
+    source: dict[str, Int32[Array, "rows"]]  # read instead of the row's own block, once
 
     @classmethod
-    def empty(cls, rows: int) -> RowState:
+    def empty(cls, spec: CacheSpec) -> RowState:
         """Rows that are all inactive."""
+        rows = spec.rows
 
         def zeros(dtype=jnp.int32):
             return jnp.zeros(rows, dtype)
@@ -47,6 +49,7 @@ class RowState(struct.PyTreeNode):
                 temperature=zeros(jnp.float32), top_k=zeros(), top_p=zeros(jnp.float32),
                 min_p=zeros(jnp.float32), seed=zeros(jnp.uint32), request=zeros(jnp.uint32),
             ),
+            source={name: zeros() for name in spec.names},
         )  # fmt: skip
 
     def admit(self, admission: Admission) -> RowState:
@@ -62,6 +65,7 @@ class RowState(struct.PyTreeNode):
             left=pick(self.left, admission.budget),
             stop_ids=pick(self.stop_ids, admission.stop_ids),
             sampling=jax.tree.map(pick, self.sampling, admission.sampling),
+            source=jax.tree.map(pick, self.source, admission.source),
         )
 
 
@@ -78,7 +82,7 @@ class EngineState(struct.PyTreeNode):
         return cls(
             BlockTables.empty(spec),
             StateCache.create(spec, poison=poison),
-            RowState.empty(spec.rows),
+            RowState.empty(spec),
         )
 
 
@@ -114,7 +118,7 @@ def prefill_step(
     assert prefill is not None, "a prefill step needs a prefill plan"
     lengths = prefill.offsets[1:] - prefill.offsets[:-1]
     ends = prefill.starts + lengths
-    rows = {g.name: packed_rows(spec, g, state.tables, prefill, ends) for g in spec.groups}
+    rows = {g.name: packed_rows(spec, g, state, prefill, ends) for g in spec.groups}
     tokens = prefill.tokens.shape[0]
     row = jnp.repeat(jnp.arange(spec.rows), lengths, total_repeat_length=tokens)
     positions = jnp.arange(tokens, dtype=jnp.int32) - prefill.offsets[row] + prefill.starts[row]
@@ -122,8 +126,9 @@ def prefill_step(
     last = jnp.maximum(prefill.offsets[1:] - 1, 0)
     logits = model.logits(jnp.take(hidden, last, axis=0, mode="clip"))
     live = lengths > 0
-    held = state.rows.replace(position=jnp.where(live, ends, state.rows.position))
-    after, outcome = _advance(held, logits, prefill.sample & live)
+    held = _started(state.rows, live)
+    held = held.replace(position=jnp.where(live, ends, state.rows.position))
+    after, outcome = _advance(held, logits, prefill.sample & live, plan.forced[:, 0])
     return EngineState(state.tables, cache, after), jax.tree.map(lambda x: x[None], outcome)
 
 
@@ -145,11 +150,14 @@ def decode_step(
     state = prepare(state, plan, poison=poison)
     tables = state.tables
 
-    def one(cache: StateCache, rows: RowState) -> tuple[StateCache, RowState, Outcome]:
+    forced = jnp.asarray(plan.forced).T
+
+    def one(cache: StateCache, rows: RowState, forced: Array):
         ids = {g.name: token_rows(g, tables, rows) for g in spec.groups}
         hidden, cache = model.decode(rows.token, rows.position, ids, cache)
+        rows = _started(rows, rows.active)
         rows = rows.replace(position=rows.position + rows.active)
-        rows, outcome = _advance(rows, model.logits(hidden), rows.active)
+        rows, outcome = _advance(rows, model.logits(hidden), rows.active, forced)
         return cache, rows, outcome
 
     n = spec.rows
@@ -159,7 +167,8 @@ def decode_step(
 
     def body(carry):
         step, cache, rows, outcome = carry
-        cache, rows, new = one(cache, rows)
+        here = lax.dynamic_index_in_dim(forced, step, keepdims=False)
+        cache, rows, new = one(cache, rows, here)
         outcome = jax.tree.map(
             lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, step, 0), outcome, new
         )
@@ -179,19 +188,20 @@ def decode_step(
 def packed_rows(
     spec: CacheSpec,
     group: GroupSpec,
-    tables: BlockTables,
+    state: EngineState,
     prefill: Prefill,
     ends: Int32[Array, "rows"],
 ) -> Rows:
     """Where each row's chunk starts from and leaves its state; a group with a block size also stores every boundary."""
-    live = ends > prefill.starts
+    tables, live = state.tables, ends > prefill.starts
     read = tables.lookup(
         group.name, _column(group, prefill.starts - 1), live & (prefill.starts > 0)
     )
+    read = _sourced(state.rows, group, read, live)
     write = tables.lookup(group.name, _column(group, ends - 1), live)
     if group.block_size is None:
-        none = jnp.zeros((spec.rows, 0), jnp.int32)
-        return Rows(prefill.offsets, read, write, none, none)
+        ids, positions = prefill.checkpoints[group.name], prefill.checkpoint_positions
+        return Rows(prefill.offsets, read, write, ids, positions)
     most = min(spec.capacity(group.name), -(-prefill.tokens.shape[0] // group.block_size))
     first = prefill.starts // group.block_size
     ids, positions = [], []
@@ -201,17 +211,28 @@ def packed_rows(
         inside = live & (boundary < ends)
         ids.append(tables.lookup(group.name, first + i, inside))
         positions.append(jnp.where(inside, boundary - prefill.starts, 0))
-    return Rows(prefill.offsets, read, write, jnp.stack(ids, 1), jnp.stack(positions, 1))
+    ids = jnp.concatenate([jnp.stack(ids, 1), prefill.checkpoints[group.name]], 1)
+    positions = jnp.concatenate([jnp.stack(positions, 1), prefill.checkpoint_positions], 1)
+    return Rows(prefill.offsets, read, write, ids, positions)
 
 
 def token_rows(group: GroupSpec, tables: BlockTables, rows: RowState) -> RowIds:
     """The blocks that each row's next token reads and writes; null for rows that are not active."""
-    return RowIds(
-        tables.lookup(
-            group.name, _column(group, rows.position - 1), rows.active & (rows.position > 0)
-        ),
-        tables.lookup(group.name, _column(group, rows.position), rows.active),
-    )
+    started = rows.active & (rows.position > 0)
+    read = tables.lookup(group.name, _column(group, rows.position - 1), started)
+    read = _sourced(rows, group, read, rows.active)
+    return RowIds(read, tables.lookup(group.name, _column(group, rows.position), rows.active))
+
+
+def _sourced(rows: RowState, group: GroupSpec, read: Array, live: Array) -> Array:
+    """The block to read: a row that has a source starts from that, once."""
+    source = rows.source[group.name]
+    return jnp.where(live & (source != NULL), source, read)
+
+
+def _started(rows: RowState, ran: Array) -> RowState:
+    """The rows after those that ran have left their sources behind."""
+    return rows.replace(source={g: jnp.where(ran, NULL, s) for g, s in rows.source.items()})
 
 
 def _column(group: GroupSpec, position: Array) -> Array:
@@ -220,9 +241,11 @@ def _column(group: GroupSpec, position: Array) -> Array:
     return jnp.maximum(position, 0) // group.block_size
 
 
-def _advance(rows: RowState, logits: Array, sampled: Array) -> tuple[RowState, Outcome]:
+def _advance(
+    rows: RowState, logits: Array, sampled: Array, forced: Array
+) -> tuple[RowState, Outcome]:
     """Samples the next token of the marked rows and ends those that stop; all others stay as they are."""
-    token, logprob, finite = sample(logits, rows.sampling, rows.position)
+    token, logprob, finite = sample(logits, rows.sampling, rows.position, forced)
     made, bad = sampled & finite, sampled & ~finite
     left = jnp.where(made, rows.left - 1, rows.left)
     stopped = (token[:, None] == rows.stop_ids).any(axis=1)

@@ -8,7 +8,7 @@ import jaxstate as js
 from jaxstate.lm import DEMO
 from jaxstate.state.spec import NULL
 
-SIZES = js.Sizes(rows=8, max_len=2048, chunk_tokens=256, decode_steps=8)
+SIZES = js.Sizes(rows=8, max_len=2048, chunk_tokens=256, decode_steps=8, checkpoints=0)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ PUBLIC = {
     "jaxstate": """
         LM BlockPool BlockTables CacheSpec CapacityError CheckpointError Completion Engine Event
         GroupSpec JaxstateError OwnershipError PlanError Request RequestError SamplingParams Sizes
-        SpecError StateCache Tokenizer load_model
+        SpecError StateCache Tokenizer explain load_model
     """,
     "jaxstate.state": "BlockPool BlockTables CacheSpec Cells GroupSpec StateCache",
     "jaxstate.models": """

@@ -33,7 +33,8 @@ a line of input is JSON (or, with --input-format text, just the prompt):
 
 a row of output is JSON, in the order in which lines finish:
   {"id": "r-17", "line": 2, "text": "…", "finish_reason": "stop" or "length",
-   "usage": {"prompt_tokens": 3, "completion_tokens": 41, "cached_tokens": 0}}
+   "usage": {"prompt_tokens": 3, "completion_tokens": 41, "cached_tokens": 0,
+             "cache_miss": "too_short"}}
   {"id": "18", "line": 18, "error": {"code": "too_long", "message": "…", "param": "prompt"}}
   error codes: bad_json, bad_encoding, unknown_field, wrong_type, unsupported_value, missing_field,
   empty_prompt, too_long, duplicate_id, no_tokenizer, non_finite.
@@ -134,8 +135,17 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens that each row generates in one dispatch",
     )
+    add("--checkpoints", type=_count, metavar="N",
+        help="states kept for prompts that begin alike; 0 turns prefix reuse off")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16", "float16"),
         help="of weights and activations; recurrent state is float32 always")  # fmt: skip
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
 
 
 def _size(text: str) -> int:

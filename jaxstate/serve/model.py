@@ -45,6 +45,7 @@ class Loaded:
             ("sequence", f"{format_bytes(spec.bytes_per_sequence)} of state, however short its text; "
              f"up to {spec.max_len:,} tokens"),
             ("rows", f"{spec.rows:,} in flight ({_fit(engine)})"),
+            ("prefixes", _describe_reuse(engine)),
             ("program", f"prefill, {shape.chunk_tokens:,} tokens of up to {spec.rows:,} rows"),
             ("program", f"decode, {spec.rows:,} rows x {engine.steps_per_dispatch} tokens"),
         ]  # fmt: skip
@@ -61,6 +62,7 @@ class Loaded:
                 "max_len": spec.max_len,
                 "chunk_tokens": engine.shape.chunk_tokens,
                 "decode_steps": engine.steps_per_dispatch,
+                "checkpoints": _checkpoints(engine),
             },
             "blocks": {
                 name: {"peak": stats.peak_blocks[name], "pool": spec.blocks(name) - 1}
@@ -68,6 +70,22 @@ class Loaded:
             },
             "engine": dataclasses.asdict(stats),
         }
+
+
+def _checkpoints(engine: Engine) -> int:
+    """States that can be kept while every row is taken."""
+    spec = engine.spec
+    kept = min(spec.blocks(g) - 1 - spec.rows * spec.capacity(g) for g in spec.names)
+    return kept if engine.shape.checkpoints else 0
+
+
+def _describe_reuse(engine: Engine) -> str:
+    if not engine.shape.checkpoints:
+        return "not reused"
+    each = sum(group.bytes_per_block for group in engine.spec.groups)
+    return (
+        f"{_checkpoints(engine):,} states of {format_bytes(each)} kept for prompts that begin alike"
+    )
 
 
 def load(

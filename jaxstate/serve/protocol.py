@@ -139,6 +139,7 @@ def result_row(job: Job, completion: Completion) -> dict[str, Any]:
             "prompt_tokens": completion.prompt_tokens,
             "completion_tokens": len(completion.tokens),
             "cached_tokens": completion.cached_tokens,
+            "cache_miss": completion.cache_miss,
         },
     }
     if job.logprobs:

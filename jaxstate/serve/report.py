@@ -99,6 +99,11 @@ class Summary:
             ]
         if blocks:
             lines.append(f"blocks    {blocks} in use at most")
+        reuse = values["engine"].get("prefix", {})
+        if reuse and set(reuse) != {"off"}:
+            share = tokens["cached"] / max(tokens["prompt"], 1)
+            why = ", ".join(f"{reason} {n:,}" for reason, n in sorted(reuse.items()))
+            lines.append(f"prefixes  {share:.0%} of prompt tokens reused ({why})")
         lines.append(
             f"time      load {self.load_s:.1f} s, compile {self.compile_s:.1f} s, "
             f"generate {self.generate_s:.1f} s"

@@ -16,7 +16,7 @@ from jaxstate.request import Completion, Request, SamplingParams
 from jaxstate.sizing import Sizes
 from tests.toy import VOCAB, ToyConfig, ToyLM
 
-SIZES = Sizes(rows=4, max_len=256, chunk_tokens=128, decode_steps=4)
+SIZES = Sizes(rows=4, max_len=256, chunk_tokens=128, decode_steps=4, checkpoints=0)
 
 
 @pytest.fixture(scope="session")

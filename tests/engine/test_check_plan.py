@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxstate.errors import CapacityError, PlanError
-from jaxstate.plan import PlanShape, apply_cells, check_plan, null_plan
+from jaxstate.plan import PlanShape, apply_cells, null_plan
+from jaxstate.rules import check_plan
 from jaxstate.state import BlockPool, CacheSpec, GroupSpec
 
 LEAF = jax.ShapeDtypeStruct((1,), jnp.float32)

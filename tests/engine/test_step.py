@@ -25,7 +25,7 @@ class Bench:
         like = jax.eval_shape(lambda: StateCache.create(engine.spec))
         self.cache = jax.tree.map(np.array, noise(like, seed=4))
         self.tables = {g: np.zeros((4, self.spec.capacity(g)), np.int32) for g in self.spec.names}
-        self.rows = jax.tree.map(np.array, RowState.empty(4))
+        self.rows = jax.tree.map(np.array, RowState.empty(self.spec))
 
     def own(self, row, whole, paged):
         """Gives the row these blocks."""
@@ -324,7 +324,7 @@ COPIES = PlanShape(SMALL, chunk_tokens=64, copies=2)
 
 def small_state():
     cache = noise(jax.eval_shape(lambda: StateCache.create(SMALL)), seed=2)
-    return EngineState(BlockTables.empty(SMALL), cache, RowState.empty(4))
+    return EngineState(BlockTables.empty(SMALL), cache, RowState.empty(SMALL))
 
 
 class PrepareTest(chex.TestCase):

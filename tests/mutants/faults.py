@@ -180,8 +180,8 @@ def starts_from_own_block(patch):
     """A fresh row reads the block that it is about to write, as engines without a null block do."""
     packed_rows = step.packed_rows
 
-    def own(spec, group, tables, prefill, ends):
-        rows = packed_rows(spec, group, tables, prefill, ends)
+    def own(spec, group, state, prefill, ends):
+        rows = packed_rows(spec, group, state, prefill, ends)
         return rows._replace(read_ids=jnp.where(rows.read_ids == 0, rows.write_ids, rows.read_ids))
 
     patch.setattr(step, "packed_rows", own)
@@ -330,9 +330,9 @@ def null_is_written(patch):
 def draws_by_row(patch):
     sample = step.sample
 
-    def by_row(logits, sampling, position):
+    def by_row(logits, sampling, position, forced):
         rows = jnp.arange(logits.shape[0], dtype=jnp.uint32)
-        return sample(logits, sampling.replace(request=rows), position)
+        return sample(logits, sampling.replace(request=rows), position, forced)
 
     patch.setattr(step, "sample", by_row)
 
@@ -341,8 +341,9 @@ def draws_by_step(patch):
     """The draw is keyed by how much is left to do in the batch's first row, not by the token's own position."""
     sample = step.sample
 
-    def by_step(logits, sampling, position):
-        return sample(logits, sampling, jnp.broadcast_to(position.sum(), position.shape))
+    def by_step(logits, sampling, position, forced):
+        total = jnp.broadcast_to(position.sum(), position.shape)
+        return sample(logits, sampling, total, forced)
 
     patch.setattr(step, "sample", by_step)
 
@@ -350,8 +351,8 @@ def draws_by_step(patch):
 def takes_nan_for_a_score(patch):
     sample = step.sample
 
-    def all_finite(logits, sampling, position):
-        token, logprob, finite = sample(logits, sampling, position)
+    def all_finite(logits, sampling, position, forced):
+        token, logprob, finite = sample(logits, sampling, position, forced)
         return token, logprob, jnp.ones_like(finite)
 
     patch.setattr(step, "sample", all_finite)
@@ -374,10 +375,10 @@ def device_misses_stops(patch):
 def host_keeps_the_tail(patch):
     push = progress.Progress.push
 
-    def all_of_it(self, tokens, logprobs):
+    def all_of_it(self, tokens, logprobs, at):
         stopped = self.stop_ids & set(tokens)
         self.stop_ids = frozenset()
-        event = push(self, tokens, logprobs)
+        event = push(self, tokens, logprobs, at)
         if stopped and event.completion is None:
             event = self.finish("stop")
         return event

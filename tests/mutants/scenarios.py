@@ -16,7 +16,7 @@ from jaxstate.plan import PlanShape, null_plan
 from jaxstate.request import Request, SamplingParams
 from jaxstate.scheduler import Schedule
 from jaxstate.state import BlockPool, BlockTables, CacheSpec, GroupSpec, StateCache
-from jaxstate.step import EngineState, packed_rows, prepare
+from jaxstate.step import EngineState, RowState, packed_rows, prepare
 from pallas_kernels import ssd
 from tests.mutants.watch import MODEL, QUICK, Ended, Scene, WatchedEngine, by_hand
 from tests.toy import ToyLM
@@ -226,7 +226,8 @@ def _scanned(prompts: list[tuple[str, int]]) -> bytes:
         prefill = planned.plan.prefill
         if prefill is not None:
             ends = jnp.asarray(prefill.starts + np.diff(prefill.offsets))
-            rows = packed_rows(spec, group, tables, prefill, ends)
+            state = EngineState(tables, StateCache({}), RowState.empty(spec))
+            rows = packed_rows(spec, group, state, prefill, ends)
             states = _scan(prefill.tokens, rows, states)
     block = schedule.pool.held["it"]["ssm"][0]
     return np.asarray(states)[0, block].tobytes()

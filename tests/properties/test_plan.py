@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from jaxstate import scheduler
 from jaxstate.errors import CapacityError, PlanError
-from jaxstate.plan import Holders, HostTables, PlanShape, StepPlan, check_plan
+from jaxstate.plan import Holders, HostTables, PlanShape, StepPlan
 from jaxstate.request import Request, SamplingParams
+from jaxstate.rules import check_plan
 from jaxstate.scheduler import Schedule
 from jaxstate.state import BlockPool, CacheSpec, GroupSpec
 from tests.properties.profile import examples

@@ -71,7 +71,9 @@ def test_a_file_with_good_and_bad_lines(serve, model, tmp_path, rows_of):
     assert ran.stdout == b""
     rows = {row["line"]: row for row in rows_of(out)}
     assert sorted(rows) == [1, 2, 4, 5, 6, 7]
-    assert rows[1]["usage"] == {"prompt_tokens": 16, "completion_tokens": 9, "cached_tokens": 0}
+    assert rows[1]["usage"] == {
+        "prompt_tokens": 16, "completion_tokens": 9, "cached_tokens": 0, "cache_miss": "too_short",
+    }  # fmt: skip
     assert len(rows[2]["tokens"]) == len(rows[2]["logprobs"]) == 12
     assert rows[6]["usage"]["completion_tokens"] == 127, "as many as 128 tokens leave room for"
     assert {rows[i]["finish_reason"] for i in (1, 2, 6)} == {"length"}

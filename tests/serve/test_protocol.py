@@ -218,7 +218,12 @@ def test_a_row_of_a_request_that_ended():
         "line": 3,
         "text": "hi",
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 4, "completion_tokens": 2, "cached_tokens": 3},
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 2,
+            "cached_tokens": 3,
+            "cache_miss": None,
+        },
     }
 
 
