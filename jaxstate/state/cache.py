@@ -18,6 +18,7 @@ from flax import struct
 from jax.core import Tracer
 
 from jaxstate.errors import OwnershipError, SpecError
+from jaxstate.state.ids import whole_numbers
 from jaxstate.state.spec import NULL, CacheSpec, format_leaves
 from jaxstate.typing import Int, PyTree
 from pallas_kernels.blocks import copy_blocks, fill_blocks, gather_blocks, scatter_blocks
@@ -87,12 +88,17 @@ class StateCache(struct.PyTreeNode):
         """Copies block `source[i]` to `destination[i]`, all at once; a pair of zeros is padding and does nothing.
 
         Raises:
-          OwnershipError: a destination named twice, or an id out of range.
+          OwnershipError: a destination named twice, an id out of range, or not as many sources as destinations.
         """
         groups = dict(self.groups)
         for group, pair in copies.items():
             source = self._checked(group, pair[0], repeat_ok=True)
             destination = self._checked(group, pair[1])
+            if source.shape != destination.shape:
+                raise OwnershipError(
+                    "copies go from a block to a block",
+                    f"group {group!r}: {source.shape[0]} sources for {destination.shape[0]} destinations",
+                )
             groups[group] = jax.tree.map(
                 lambda leaf, s=source, d=destination: copy_blocks(leaf, s, d), self._group(group)
             )
@@ -111,9 +117,14 @@ class StateCache(struct.PyTreeNode):
           ValueError: `state` is not shaped like the group's state.
         """
         ids = self._checked(group, ids)
-        leaves = jax.tree.map(
-            lambda leaf, new: scatter_blocks(leaf, ids, new), self._group(group), state
-        )
+
+        def store(leaf, new):
+            want = (leaf.shape[0], ids.shape[0], *leaf.shape[2:])
+            if np.shape(new) != want:
+                raise ValueError(f"group {group!r}: a leaf is {np.shape(new)}; it must be {want}")
+            return scatter_blocks(leaf, ids, jnp.asarray(new))
+
+        leaves = jax.tree.map(store, self._group(group), state)
         return self.replace(groups={**self.groups, group: leaves})
 
     def _fill(self, ids: Mapping[str, Any], value) -> StateCache:
@@ -136,7 +147,7 @@ class StateCache(struct.PyTreeNode):
         """The ids as an array; known ones break no rule, and those known only on the device are not looked at."""
         if isinstance(ids, Tracer):
             return ids
-        given, size = np.atleast_1d(np.asarray(ids, dtype=np.int64)), self.blocks(group)
+        given, size = whole_numbers(ids, f"group {group!r}: blocks"), self.blocks(group)
         for block in given[(given < 0) | (given >= size)].tolist():
             raise OwnershipError(
                 "ids are in range", f"group {group!r}: block {block} is outside the cache of {size}"

@@ -16,7 +16,8 @@ import numpy as np
 from flax import struct
 
 from jaxstate.errors import CapacityError, OwnershipError
-from jaxstate.state.spec import NULL, CacheSpec, check_groups, format_leaves, has_values
+from jaxstate.state.ids import whole_number, whole_numbers
+from jaxstate.state.spec import NULL, CacheSpec, format_leaves, has_values
 
 Ids = dict[str, np.ndarray]
 
@@ -26,14 +27,10 @@ def _frozen(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _as_ids(ids: Any) -> np.ndarray:
-    return np.atleast_1d(np.asarray(ids, dtype=np.int64)).astype(np.int32)
-
-
 class BlockPool(struct.PyTreeNode):
     """Free lists, reference counts, seals and holders of all groups.
 
-    `free` is a stack per group (its end is handed out first), `refs` counts holders per block, `sealed` marks
+    `free_lists` has a stack per group (its end is handed out first), `refs` counts holders per block, `sealed` marks
     blocks that are never written again, `held` lists the blocks of each holder in the order in which they came.
     """
 
@@ -74,6 +71,7 @@ class BlockPool(struct.PyTreeNode):
         """
         for group, n in need.items():
             self._check_group(group)
+            n = whole_number(n, f"group {group!r}: what {holder!r} asks for")
             if n < 0:
                 raise OwnershipError(
                     "needs are counts", f"group {group!r}: {holder!r} asks for {n} blocks"
@@ -209,7 +207,7 @@ class BlockPool(struct.PyTreeNode):
 
     def _checked(self, group: str, ids: Any) -> np.ndarray:
         self._check_group(group)
-        wide, size = np.atleast_1d(np.asarray(ids, dtype=np.int64)), len(self.refs[group])
+        wide, size = whole_numbers(ids, f"group {group!r}: blocks"), len(self.refs[group])
         for block in wide[(wide < 0) | (wide >= size)].tolist():
             raise OwnershipError(
                 "ids are in range", f"group {group!r}: block {block} is outside the pool of {size}"
@@ -263,15 +261,3 @@ class BlockPool(struct.PyTreeNode):
                 f"{group}: {self.free_count(group)} free, {live} live, {sealed} sealed of {len(refs) - 1}"
             )
         return f"BlockPool({'; '.join(groups)}; {len(self.held)} holders)"
-
-
-def check_ids(spec: CacheSpec, ids: Mapping[str, Any], what: str) -> None:
-    """Raises SpecError or OwnershipError unless `ids` has only this spec's groups and only ids in range."""
-    check_groups(spec, {**dict.fromkeys(spec.names), **ids}, what)
-    for group, given in ids.items():
-        wide = np.asarray(given, dtype=np.int64)
-        for block in wide[(wide < 0) | (wide >= spec.blocks(group))].tolist():
-            raise OwnershipError(
-                "ids are in range",
-                f"{what}, group {group!r}: block {block} is outside the pool of {spec.blocks(group)}",
-            )

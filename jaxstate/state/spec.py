@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -156,7 +155,12 @@ class CacheSpec:
 
         Raises:
           CapacityError: the sequence is longer than `max_len`, refused whole over all groups.
+          SpecError: `tokens` is no count.
         """
+        if not isinstance(tokens, int | np.integer) or isinstance(tokens, bool) or tokens < 0:
+            raise SpecError(
+                f"a sequence of {tokens!r} tokens cannot be; give a whole number of at least 0"
+            )
         if tokens > self.max_len:
             # Named after the group whose row would overflow; all have the same max_len, so the first will do.
             group = self.groups[0]
@@ -239,9 +243,3 @@ def format_leaves(tree: PyTree) -> list[str]:
         else:
             lines.append(f"  {name}: {leaf!r}")
     return lines
-
-
-def check_groups(spec: CacheSpec, given: Mapping[str, object], what: str) -> None:
-    """Raises SpecError unless `given` has exactly the groups of `spec`."""
-    if set(given) != set(spec.names):
-        raise SpecError(f"{what} names groups {sorted(given)}; the spec has {sorted(spec.names)}")

@@ -15,6 +15,7 @@ from flax import struct
 from jax.core import Tracer
 
 from jaxstate.errors import CapacityError, OwnershipError, SpecError
+from jaxstate.state.ids import whole_number, whole_numbers
 from jaxstate.state.spec import NULL, CacheSpec, format_leaves, has_values
 from jaxstate.typing import Array, Bool, Int
 from pallas_kernels.blocks import read_cells, write_cells
@@ -60,16 +61,23 @@ class BlockTables(struct.PyTreeNode):
 
         Raises:
           CapacityError: more ids than the group's row has columns left.
-          OwnershipError: a null, negative, repeated or too large id, or a row that is not there.
+          OwnershipError: a null, negative or repeated id, one that no int32 holds, or a row or column that is not
+            there. A table does not know how many blocks the pool has; `rules.check_plan` does.
         """
         entries = {}
         for group, given in ids.items():
             table = self._table(group)
             # Wide first: a cast to int32 would wrap an id that is too large onto another block.
-            given = given if isinstance(given, Tracer) else np.asarray(given, np.int64)
+            given = (
+                given
+                if isinstance(given, Tracer)
+                else whole_numbers(given, f"group {group!r}: ids")
+            )
             first = start if isinstance(start, int) else start.get(group, 0)
             end = first + given.shape[0]
-            if first < 0 or end > table.shape[1]:
+            if first < 0:
+                raise OwnershipError("columns are in range", f"group {group!r}: column {first}")
+            if end > table.shape[1]:
                 raise CapacityError(
                     request=f"row {row}", group=group, need=end, capacity=table.shape[1], unit="block ids in a row",
                     remedy="raise the spec's max_len, or write fewer blocks",
@@ -118,9 +126,12 @@ class BlockTables(struct.PyTreeNode):
         return self.ids[group]
 
     def _check_row(self, row: int | Array) -> None:
-        if not isinstance(row, Tracer) and not 0 <= int(row) < self.rows:
+        if isinstance(row, Tracer):
+            return
+        known = whole_number(row, "row")
+        if not 0 <= known < self.rows:
             raise OwnershipError(
-                "rows are in range", f"row {int(row)} is outside the tables' {self.rows} rows"
+                "rows are in range", f"row {known} is outside the tables' {self.rows} rows"
             )
 
     def __repr__(self) -> str:

@@ -48,7 +48,9 @@ def _expected(arrays, op):
     after = {g: a.copy() for g, a in arrays.items()}
     errors = set()
     for group, given_ids in ids.items():
-        if start < 0 or start + len(given_ids) > WIDTH[group]:
+        if start < 0:
+            errors.add(OwnershipError)
+        elif start + len(given_ids) > WIDTH[group]:
             errors.add(CapacityError)
         values = given_ids.tolist()
         if len(set(values)) < len(values) or any(not 0 < b <= INT32.max for b in values):

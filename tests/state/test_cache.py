@@ -327,3 +327,17 @@ def test_a_cache_is_a_pytree():
 def test_poison_is_never_a_plausible_zero(dtype, value):
     assert poison_value(dtype) == value
     assert np.isnan(poison_value("float16")) and np.isnan(poison_value(jnp.bfloat16))
+
+
+def test_a_write_that_is_not_shaped_like_the_state_is_refused():
+    spec = CacheSpec(
+        (GroupSpec("g", "recurrent", 2, jax.ShapeDtypeStruct((3,), jnp.float32), blocks=6),), 2, 8
+    )
+    cache = StateCache.create(spec)
+    for shape in ((2, 1, 3), (1, 2, 3), (2, 2, 1), ()):
+        with pytest.raises(ValueError, match="must be"):
+            cache.write("g", [1, 2], jnp.ones(shape))
+    with pytest.raises(OwnershipError, match="1 sources for 2"):
+        cache.copy({"g": ([1], [2, 3])})
+    forked = cache.write("g", [1], jnp.full((2, 1, 3), 5.0)).copy({"g": ([1, 1], [2, 3])})
+    chex.assert_trees_all_equal(forked.read("g", [2, 3]), jnp.full((2, 2, 3), 5.0))

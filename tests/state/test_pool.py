@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxstate.errors import CapacityError, OwnershipError
-from jaxstate.state import BlockPool, CacheSpec, GroupSpec
+from jaxstate.state import BlockPool, BlockTables, CacheSpec, GroupSpec, StateCache
 
 LEAF = jax.ShapeDtypeStruct((2,), jnp.float32)
 
@@ -283,3 +283,21 @@ def test_a_pool_is_a_pytree_and_says_what_it_holds():
         jax.tree.map(lambda x: x.shape, pool),
     ):
         assert "BlockPool(" in repr(odd)
+
+
+@pytest.mark.parametrize("ids", [[1.9], [True], 1.0, ["1"], [[1]], [2**64 - 1]], ids=repr)
+def test_what_is_no_whole_number_is_no_block(ids):
+    """A float is not cut to a block that somebody holds, and True is not block 1."""
+    spec = CacheSpec((GroupSpec("g", "recurrent", 1, LEAF, blocks=8),), rows=2, max_len=4)
+    pool, _ = BlockPool.create(spec).allocate("a", {"g": 2})
+    cache, tables = StateCache.create(spec), BlockTables.empty(spec)
+    for refused in (
+        lambda: pool.free("a", {"g": ids}),
+        lambda: pool.allocate("b", {"g": ids}),
+        lambda: cache.zero({"g": ids}),
+        lambda: tables.write(0, {"g": ids}),
+        lambda: tables.clear_row(ids),
+    ):
+        with pytest.raises(OwnershipError):
+            refused()
+    assert pool.free_count("g") == 5

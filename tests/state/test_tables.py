@@ -75,8 +75,12 @@ class TablesTest(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     def test_inv08_appending_past_the_row_is_refused_at_the_column(self):
         tables = full_tables(spec_of())
-        for start in (-1, 3, {"kv": 0, "ssm": 3}):
-            with pytest.raises(CapacityError):
+        for start, error in (
+            (-1, OwnershipError),
+            (3, CapacityError),
+            ({"kv": 0, "ssm": 3}, CapacityError),
+        ):
+            with pytest.raises(error):
                 self.variant(lambda t, s=start: t.write(0, {"kv": [7, 8], "ssm": [7, 8]}, s))(
                     tables
                 )
