@@ -116,9 +116,12 @@ class _Parser:
         self, options: argparse.Namespace, report: Report, sampling: SamplingParams, model: Any
     ):
         encode = None if model.tokenizer is None else model.tokenizer.encode
-        self._rules = protocol.Rules(sampling, options.logprobs, encode, model.vocab_size)
+        self._rules = protocol.Rules(
+            sampling, options.logprobs, encode, model.vocab_size, model.prompt_bytes
+        )
         self._options, self._report = options, report
         self._form: protocol.Plain | protocol.Text | None = None
+        self._watch = False  # for lines of JSON among text
 
     def parse(self, line: Line) -> protocol.Job | protocol.Refusal:
         if self._form is None:
@@ -127,6 +130,13 @@ class _Parser:
                 name = protocol.guess_format(self._options.input, line.data)
                 self._report.stage("input", f"{self._options.input}, read as {name}")
             self._form = protocol.FORMS[name](self._rules)
+            self._watch = self._options.input_format == "auto" and name == protocol.Text.name
+        if self._watch and protocol.looks_like_json(line.data):
+            self._watch = False  # once is enough
+            self._report.say(
+                f"warning   line {line.number} looks like JSON, but the input is read as text, and "
+                "so the line is a prompt as it stands; --input-format jsonl reads lines as JSON"
+            )
         return self._form.parse(line)
 
 

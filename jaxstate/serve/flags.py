@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+from typing import Any
 
 from jaxstate.request import SamplingParams
 from jaxstate.serve import protocol
 
 PROG = "python -m jaxstate.serve"
-SIZES = ("rows", "max_len", "chunk_tokens", "decode_steps")
+SIZES = ("rows", "max_len", "chunk_tokens", "decode_steps", "checkpoints")
 
 DESCRIPTION = """\
 Generate text for every line of a file. One line in, one row out, as soon as it is done.
@@ -24,7 +26,8 @@ examples:
   echo "Once upon a time" | python -m jaxstate.serve demo --max-tokens 32
   python -m jaxstate.serve info demo --rows 64
 
-a line of input is JSON (or, with --input-format text, just the prompt):
+an input is all JSON lines or all plain text, a prompt a line: its name decides (.jsonl, .txt), else
+its first line, else --input-format. A line of JSON:
   {"prompt": "Once upon a time"}
   {"id": "r-17", "prompt_ids": [5, 17, 3], "max_tokens": 64, "temperature": 0.7, "stop": ["\\n"]}
   fields: id, prompt or prompt_ids, max_tokens, temperature, top_k, top_p, min_p, seed, stop,
@@ -45,9 +48,23 @@ exit codes: 0 every line has its text; 1 some rows are errors; 2 wrong command l
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says which option was probably meant by one that it does not know."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            given = [word.split("=")[0] for word in unknown if word.startswith("-")]
+            near = [match for flag in given for match in difflib.get_close_matches(flag, known, 1)]
+            hint = f"; did you mean {' and '.join(near)}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return options
+
+
 def batch_parser() -> argparse.ArgumentParser:
     """Return the flags of `batch`."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=PROG,
         usage=f"{PROG} [batch] MODEL [-i FILE] [-o FILE] [options]",
         description=DESCRIPTION,
@@ -109,7 +126,7 @@ def batch_parser() -> argparse.ArgumentParser:
 
 def info_parser() -> argparse.ArgumentParser:
     """Return the flags of `info`."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"{PROG} info",
         description="Show a model's state layout, bytes per sequence and the rows that fit.",
         allow_abbrev=False,
@@ -127,7 +144,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "static sizes, chosen for the device where not given"
     ).add_argument
     add("--rows", type=_size, metavar="N", help="sequences in flight")
-    add("--max-len", type=_size, metavar="N", help="longest sequence, prompt and generated tokens")
+    add(
+        "--max-len", type=_length, metavar="N", help="longest sequence, prompt and generated tokens"
+    )
     add("--chunk-tokens", type=_size, metavar="N", help="prompt tokens that one step reads")
     add(
         "--decode-steps",
@@ -142,14 +161,22 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
+    return _whole(text, 0)
 
 
 def _size(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return _whole(text, 1)
+
+
+def _length(text: str) -> int:
+    return _whole(text, 2, ", a token of prompt and a generated one")
+
+
+def _whole(text: str, least: int, why: str = "") -> int:
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number") from error
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is below {least}{why}")
     return value

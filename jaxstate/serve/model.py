@@ -11,6 +11,7 @@ import jax
 
 from jaxstate.engine import Engine
 from jaxstate.lm import LM
+from jaxstate.serve.bounds import max_token_bytes
 from jaxstate.sizing import STATE_SHARE, Sizes, free_bytes
 from jaxstate.state.spec import GroupSpec, format_bytes
 from jaxstate.text import Tokenizer
@@ -25,11 +26,20 @@ class Loaded:
     tokenizer: Tokenizer | None
     vocab_size: int
     load_s: float
+    token_bytes: int | None = None
+    """Most bytes of text that one token stands for; None where that is not known."""
 
     @property
     def rows(self) -> int:
         """Sequences in flight."""
         return self.engine.spec.rows
+
+    @property
+    def prompt_bytes(self) -> int | None:
+        """Bytes of the longest text that may fit a sequence and leave room for a token."""
+        if self.token_bytes is None:
+            return None
+        return (self.engine.spec.max_len - 1) * self.token_bytes
 
     def describe(self) -> list[tuple[str, str]]:
         """Return, as name and text, what a person may want to know before a run."""
@@ -100,7 +110,9 @@ def load(
     begin = time.monotonic()
     lm = LM.load(name, dtype=dtype, sizes=Sizes(**sizes), report=report)
     vocab_size = lm.model.config.vocab_size
-    return Loaded(name, lm.engine, lm.tokenizer, vocab_size, time.monotonic() - begin)
+    token_bytes = None if lm.tokenizer is None else max_token_bytes(lm.tokenizer)
+    load_s = time.monotonic() - begin
+    return Loaded(name, lm.engine, lm.tokenizer, vocab_size, load_s, token_bytes)
 
 
 def _describe_group(group: GroupSpec) -> str:

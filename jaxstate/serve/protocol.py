@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,7 @@ class Rules:
     logprobs: bool
     encode: Callable[[str], list[int]] | None  # None: the model has no tokenizer
     vocab_size: int
+    prompt_bytes: int | None = None  # a longer text cannot fit; None: no such bound is known
 
 
 class Plain:
@@ -126,6 +128,14 @@ def guess_format(name: str, first_line: bytes) -> str:
     return Plain.name if first_line.lstrip().startswith(b"{") else Text.name
 
 
+_LOOKS_LIKE_JSON = re.compile(rf'\s*\{{\s*"({"|".join(FIELDS)})"\s*:'.encode())
+
+
+def looks_like_json(line: bytes) -> bool:
+    """Whether a line begins as an object with one of the fields."""
+    return _LOOKS_LIKE_JSON.match(line) is not None
+
+
 def result_row(job: Job, completion: Completion) -> dict[str, Any]:
     """Return the row of a request that ended, well or badly."""
     if completion.error is not None:
@@ -166,7 +176,7 @@ def as_request_error(error: RequestError | CapacityError) -> RequestError:
     """Return an error as a row can carry it: what does not fit is too long."""
     if isinstance(error, RequestError):
         return error
-    return RequestError("too_long", str(error), "prompt")
+    return RequestError("too_long", str(error).replace("max_len", "--max-len"), "prompt")
 
 
 def _job(line: Line, name: str, content: PlainLine, rules: Rules) -> Job:
@@ -203,6 +213,17 @@ def _prompt(content: PlainLine, rules: Rules) -> list[int]:
             "the model has no tokenizer.json to read text with; give prompt_ids",
             "prompt",
         )
+    # Before it is tokenized: that takes seconds for megabytes, in which no row would advance.
+    if (
+        rules.prompt_bytes is not None
+        and (size := len(content.prompt.encode())) > rules.prompt_bytes
+    ):
+        raise RequestError(
+            "too_long",
+            f"the prompt has {size:,} bytes; one of more than {rules.prompt_bytes:,} has more tokens "
+            "than a sequence can have; raise --max-len, or shorten the prompt",
+            "prompt",
+        )
     return rules.encode(content.prompt)
 
 
@@ -223,15 +244,33 @@ def _read_object(line: Line) -> dict[str, Any]:
         content = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise RequestError(
-            "bad_json", f"the line is not JSON: {error.msg} at column {error.colno}"
+            "bad_json",
+            f"the line is not JSON: {error.msg} at column {error.colno}{_hint_text(text)}",
         ) from error
     except RequestError:
         raise
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deep nesting
-        raise RequestError("bad_json", f"the line cannot be read as JSON: {error}") from error
+    except RecursionError as error:
+        raise RequestError(
+            "bad_json", "the line cannot be read: it is nested too deeply"
+        ) from error
+    except ValueError as error:  # what is left: Python reads no integer of so many digits
+        most = sys.get_int_max_str_digits()
+        raise RequestError(
+            "bad_json", f"the line cannot be read: a number in it has more than {most:,} digits"
+        ) from error
     if not isinstance(content, dict):
-        raise RequestError("bad_json", 'the line is JSON, but not an object such as {"prompt": …}')
+        raise RequestError(
+            "bad_json",
+            f'the line is JSON, but not an object such as {{"prompt": …}}{_hint_text(text)}',
+        )
     return content
+
+
+def _hint_text(line: str) -> str:
+    """Return what to do when lines are prompts, for a line that does not try to be an object."""
+    if line.lstrip().startswith("{"):
+        return ""
+    return "; with --input-format text every line is a prompt as it stands"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class FakeModel:
         self.engine = Backwards(**options)
         self.tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
         self.vocab_size, self.load_s, self.rows = 256, 0.25, self.engine.rows
+        self.prompt_bytes = None
 
     def describe(self) -> list[tuple[str, str]]:
         return [("group", "one"), ("rows", str(self.rows))]

@@ -63,15 +63,15 @@ def test_a_file_to_a_file(model, prompts, results, rows_of, capfd, verb):
 def test_flags_are_defaults_that_a_line_overrides(model, tmp_path, results, rows_of):
     path = tmp_path / "in"
     path.write_text('{"prompt":"abcdef"}\n{"prompt":"abcdef","max_tokens":4,"logprobs":false}\n')
-    flags = ("--max-tokens", 2, "--logprobs", "--rows", 3, "--chunk-tokens", 64, "--dtype")
-    assert run("m", "-i", path, "-o", results, *flags, "bfloat16") == 0
+    flags = ("--max-tokens", 2, "--logprobs", "--rows", 3, "--chunk-tokens", 64, "--checkpoints", 0)
+    assert run("m", "-i", path, "-o", results, *flags, "--dtype", "bfloat16") == 0
     first, second = rows_of(results)
     assert (first["text"], first["tokens"], first["logprobs"]) == ("fe", [102, 101], [-1.0, -1.0])
     assert second["text"] == "fedc"
     assert "tokens" not in second
     assert model.asked == [
         ("m", {"dtype": "bfloat16", "rows": 3, "max_len": None, "chunk_tokens": 64,
-               "decode_steps": None}),
+               "decode_steps": None, "checkpoints": 0}),
     ]  # fmt: skip
 
 
@@ -88,6 +88,49 @@ def test_text_from_standard_input_to_standard_output(model, monkeypatch, rows_of
     assert rows[0]["text"] == "eno"
     assert "read as text" in err
     os.close(source)
+
+
+JSON_LINE = '{"id":"r", "prompt":"a"}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "warned"),
+    [
+        (["one", JSON_LINE, "two", JSON_LINE], [], [2]),
+        (["one", "two {", '{ "x" : 1}', "{prompt}"], [], []),
+        ([JSON_LINE, JSON_LINE], [], []),  # read as JSON
+        (["one", JSON_LINE], ["--input-format", "text"], []),  # as was asked for
+    ],
+)
+def test_json_among_lines_of_text_is_warned_of_once(
+    model, tmp_path, results, capfd, lines, flags, warned
+):
+    path = tmp_path / "in"
+    path.write_text("\n".join(lines).replace('"r"', '"r1"', 1))
+    assert run("m", "-i", path, "-o", results, "--progress", "none", *flags) == 0
+    err = capfd.readouterr().err
+    for number in warned:
+        assert f"warning   line {number} looks like JSON" in err
+        assert "--input-format jsonl" in err
+    assert err.count("warning") == len(warned)
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
+    model, tmp_path, results, rows_of
+):
+    read = []
+    encode = model.tokenizer.encode
+    model.tokenizer.encode = lambda text: read.append(text) or encode(text)
+    model.prompt_bytes = 6
+    path = tmp_path / "in.txt"
+    path.write_text("abcdef\néééé\n")
+    assert run("m", "-i", path, "-o", results) == 1
+    rows = {row["line"]: row for row in rows_of(results)}
+    assert read == ["abcdef"]
+    assert rows[1]["text"] == "fedcba"
+    assert rows[2]["error"]["code"] == "too_long"
+    assert "the prompt has 8 bytes" in rows[2]["error"]["message"]
+    assert "raise --max-len" in rows[2]["error"]["message"]
 
 
 def test_rows_that_failed_make_the_exit_code_one(model, tmp_path, results, rows_of, capfd):
@@ -116,7 +159,13 @@ def test_the_summary_alone_when_no_progress_is_wanted(model, prompts, results, c
         (["--top-p", "1.5"], "top_p is 1.5"),
         (["--stop", ""], "none of them empty"),
         (["--rows", "0"], "0 is below 1"),
-        (["--rows", "many"], "many"),
+        (["--rows", "many"], "'many' is not a whole number"),
+        (["--rows", "1" * 5000], "is not a whole number"),
+        (["--max-len", "1"], "1 is below 2, a token of prompt and a generated one"),
+        (["--checkpoints", "-1"], "-1 is below 0"),
+        (["--row", "3"], "--row 3; did you mean --rows?"),
+        (["--max-tokenz=3", "--overrite"], "did you mean --max-tokens and --overwrite?"),
+        (["--frequency", "3"], "unrecognized arguments: --frequency 3\n"),
         (["--dtype", "int8"], "int8"),
         (["--progress", "loud"], "loud"),
         (["--max-token", "3"], "--max-token"),
