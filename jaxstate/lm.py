@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxstate.compilation import use_persistent_cache
 from jaxstate.engine import Engine, Report
-from jaxstate.errors import CheckpointError
+from jaxstate.errors import CheckpointError, JaxstateError, RequestError
 from jaxstate.models import load_model
 from jaxstate.models.base import CausalLM
 from jaxstate.request import Completion, Event, Request, SamplingParams
 from jaxstate.sizing import Sizes
 from jaxstate.text import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray
 
 DEMO = Path(__file__).parent / "demo_model"
 
@@ -44,7 +48,8 @@ class LM:
     """
 
     def __init__(self, model: CausalLM, tokenizer: Tokenizer | None, engine: Engine):
-        self.model, self.tokenizer, self.engine = model, tokenizer, engine
+        self.tokenizer, self._streaming = tokenizer, False
+        self._open: tuple[CausalLM, Engine] | None = model, engine
 
     @classmethod
     def load(
@@ -79,7 +84,7 @@ class LM:
                     "the model folder has no tokenizer.json; give prompts as token ids"
                 )
             prompt = self.tokenizer.encode(prompt)
-        return Request(request_id, tuple(prompt), sampling)
+        return Request(request_id, tuple(np.asarray(prompt).tolist()), sampling)
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, n: int = 1, **sampling: Any
@@ -96,28 +101,56 @@ class LM:
 
         Ids count the prompts from 0 (`"3"`, or `"3/1"` for one of several continuations), so that draws repeat. Several
         continuations of a prompt read it once and share its state.
+
+        Raises:
+          RequestError: a parameter that is not known or cannot be, an empty prompt, or another stream of this LM that
+            has not ended.
+          CapacityError: a prompt that leaves no room for a token; none of the prompts is run then.
         """
-        params = SamplingParams(**sampling)
-        names = [(i, p, str(i)) for i, p in enumerate(_as_list(prompts))]
-        if n > 1:
-            names = [(i, p, f"{i}/{k}") for i, p, _ in names for k in range(n)]
-        requests = [self.request(prompt, params, name) for _, prompt, name in names]
-        running: set[str] = set()
+        params, many = _sampling(sampling), _as_list(prompts)
+        names = [
+            (p, str(i) if n == 1 else f"{i}/{k}") for i, p in enumerate(many) for k in range(n)
+        ]
+        requests = [self.request(prompt, params, name) for prompt, name in names]
+        if self._streaming:
+            raise RequestError(
+                "busy", "another stream of this LM has not ended; read it to its end or close() it"
+            )
+        engine, running, self._streaming = self.engine, set(), True
         try:
             for request in requests:
-                self.engine.submit(request)
+                engine.submit(request)
                 running.add(request.id)
-            for event in self.engine.run():
-                if event.completion is not None:
-                    running.discard(event.id)
-                yield event
+            while running or not engine.idle:
+                for event in engine.step():
+                    mine = event.id in running
+                    if event.completion is not None:
+                        running.discard(event.id)
+                    if mine:
+                        yield event
         finally:
+            self._streaming = False
             for request_id in running:
-                self.engine.abort(request_id, quiet=True)
+                engine.abort(request_id, quiet=True)
+
+    @property
+    def model(self) -> CausalLM:
+        """The model; JaxstateError once the LM is closed."""
+        return self._parts()[0]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that generates; JaxstateError once the LM is closed."""
+        return self._parts()[1]
+
+    def _parts(self) -> tuple[CausalLM, Engine]:
+        if self._open is None:
+            raise JaxstateError("this LM is closed; load it again")
+        return self._open
 
     def close(self) -> None:
-        """Frees the model's and the engine's memory; the object cannot be used after."""
-        del self.model, self.engine
+        """Frees the model's and the engine's memory; the LM cannot be used after."""
+        self._open = None
 
     def __enter__(self) -> LM:
         return self
@@ -126,11 +159,21 @@ class LM:
         self.close()
 
     def __repr__(self) -> str:
-        return f"LM({self.model!r}, {self.engine!r})"
+        return "LM(closed)" if self._open is None else f"LM({self.model!r}, {self.engine!r})"
 
 
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     many: list[Any] = list(prompts)
-    return [many] if many and isinstance(many[0], int) else many
+    return [many] if many and isinstance(many[0], int | np.integer) else many
+
+
+def _sampling(given: dict[str, Any]) -> SamplingParams:
+    known = [field.name for field in dataclasses.fields(SamplingParams)]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+            raise RequestError("unknown_field", f"there is no parameter {name!r}; {hint}", name)
+    return SamplingParams(**given)
