@@ -1,6 +1,6 @@
 """The loop that owns the device: it compiles two programs, feeds them plans and turns what comes back into events.
 
-Everything else is values; this is the one place that jits, donates and keeps something between calls. A step is planned
+All that it works with is values; this is the one place that donates and keeps state between calls. A step is planned
 and dispatched before the one before it is observed, so the host's work hides behind the device's.
 """
 

@@ -2,7 +2,7 @@
 
 A `StepPlan` has one shape for the life of an engine: lists are padded with the null id, row settings are dense and
 masked. What a step may not do is refused by `rules.check_plan`, with the rule that it breaks; compiled code has nothing
-left that can fail. An idle row, rank or engine runs an ordinary plan whose rows are all null.
+left that can fail. A row without work is null in an ordinary plan.
 """
 
 from __future__ import annotations
