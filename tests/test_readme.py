@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxstate.request import SamplingParams
+from jaxstate.request import CACHE_MISSES, Completion, SamplingParams
 from jaxstate.serve import protocol
+from jaxstate.serve.flags import batch_parser
 from jaxstate.serve.lines import Line
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +29,8 @@ ELSEWHERE = {
     "make test": "this is what it runs",
     "make demo EXTRAS=cuda12": "installs more, then runs what make demo does",
     "source .venv/bin/activate": "the tests run in an environment already",
+    ".venv/bin/pip install -e '.[notebooks]'": "installs more",
+    ".venv/bin/jupyter lab notebooks": "opens a browser; tests/test_notebooks.py runs what it shows",
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -70,9 +73,12 @@ def test_commands_of_the_readme_run(shell, command):
 
 def test_every_command_is_tried_or_accounted_for():
     assert set(ELSEWHERE) < set(COMMANDS)
-    named = re.findall(r"EXTRAS=(\w+)", " ".join(COMMANDS))
-    assert named
-    assert set(named) < set(PROJECT["optional-dependencies"])
+    named = re.findall(r"EXTRAS=(\w+)|\.\[(\w+)\]", " ".join(COMMANDS))
+    assert {"".join(pair) for pair in named} == {"cuda12", "notebooks"}
+    assert {"cuda12", "notebooks"} < set(PROJECT["optional-dependencies"])
+    assert any(
+        need.startswith("jupyterlab") for need in PROJECT["optional-dependencies"]["notebooks"]
+    )
 
 
 def test_code_of_the_readme_runs(shell):
@@ -91,10 +97,41 @@ def test_lines_of_the_readme_are_read_as_it_says():
     refused = protocol.Plain(rules).parse(Line(2, b'{"prompt": "a", "temprature": 1}'))
     assert isinstance(refused, protocol.Refusal)
     assert protocol.error_row(refused.line, refused.id, refused.error) == bad
-    assert list(good) == ["id", "line", "text", "finish_reason", "usage"]
+    done = Completion(
+        id=job.request.id, prompt_tokens=5, tokens=(1, 2), logprobs=(-1.0, -1.0), text=" there was",
+        finish_reason="length", cache_miss="too_short",
+    )  # fmt: skip
+    assert protocol.result_row(job, done) == good
+    assert good["usage"]["cache_miss"] in CACHE_MISSES
 
 
 def test_links_of_the_readme_lead_somewhere():
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_exit_codes_of_the_readme_are_those_of_the_help():
+    codes = [0, 1, 2, 4, 130, 141, 143]
+    told = re.search(r"The exit code is (.*?)\.\n", README, flags=re.S)
+    assert told
+    assert sorted(map(int, re.findall(r"\d+", told[1]))) == codes
+    helped = re.search(r"exit codes: (.*?)\.\n", batch_parser().format_help(), flags=re.S)
+    assert helped
+    assert sorted(map(int, re.findall(r"\d+", helped[1]))) == codes
+
+
+def test_files_that_the_readme_writes_are_not_for_git():
+    written = {name for command in COMMANDS for name in re.findall(r"-o (\S+)", command)}
+    assert written
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert {f"/{name}" for name in written} <= set(ignored)
+
+
+def test_words_of_contributing_are_those_of_the_architecture():
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    words = re.search(r"its words \(([^)]+)\)", contributing)
+    assert words
+    told = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^\| (\w+) \| .+ \| .*\|$", told, flags=re.M)
+    assert set(re.split(r",\s+", words[1])) == set(explained) - {"word"}
