@@ -234,6 +234,7 @@ class Engine:
         while len(self._in_flight) < IN_FLIGHT and self._dispatch():
             pass
         news, self._news = self._news, []
+        assert self._in_flight or news or self.idle, f"no step can be planned: {self.schedule}"
         if self._in_flight:
             news += self._observe(self._in_flight.popleft())
         self.stats.late_compilations += compilation.count() - compiled
