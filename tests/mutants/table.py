@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.mutants import faults as f
-from tests.mutants import scenarios
+from tests.mutants import scenarios, storms
 from tests.mutants.faults import Patch, together
 
 
@@ -78,6 +78,9 @@ FAULTS = [
     row("the pool takes a double free", f.no_holder_check, "double free", scenario=scenarios.values),
     row("the pool skips null ids", f.no_null_check, "null", scenario=scenarios.values),
     row("sealed blocks are written", f.seals_nothing, "sealed write", scenario=scenarios.values),
+    # Prefixes.
+    row("a state is visible when it is planned", storms.publishes_when_planned, "text", scenario=storms.storm,
+        guarded=True),
     # Company and ends.
     row("draws are keyed by row", f.draws_by_row, "company", compiled=("prefill", "decode")),
     row("draws are keyed by the batch's step", f.draws_by_step, "company", compiled=("prefill", "decode")),
