@@ -137,7 +137,10 @@ class Request:
             raise RequestError(
                 "empty_prompt", "the prompt has no tokens; give it at least one", "prompt"
             )
-        for token in prompt:
+        # One pass for all that are as they should be; the first that is not is named.
+        plain = all(type(token) is int for token in prompt)
+        suspect = () if plain and min(prompt) >= 0 and max(prompt) < 2**31 else prompt
+        for token in suspect:
             _check(
                 _is_int(token) and 0 <= token < 2**31,
                 "prompt",

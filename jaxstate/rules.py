@@ -42,6 +42,11 @@ def check_plan(
     return after
 
 
+def _real(*ids: np.ndarray) -> np.ndarray:
+    """The ids that are not null, in one array."""
+    return np.concatenate([i[i != NULL] for i in ids])
+
+
 def _check_cells(plan: StepPlan, spec: CacheSpec, group: str, holders: Holders) -> None:
     cells, capacity = plan.cells[group], spec.capacity(group)
     if not cells.ids.any():
@@ -109,9 +114,9 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
                 "sealed blocks are never written",
                 f"group {group!r}: a block in {ids.tolist()} would be {what}",
             )
-    fresh = plan.cells[group].ids
-    fresh = fresh[fresh != NULL]
-    made = np.concatenate([zero, destination])
+    fresh, made = _real(plan.cells[group].ids), _real(zero, destination)
+    if not fresh.size:
+        return
     dirty = fresh[~np.isin(fresh, made) & ~pool.sealed[group][fresh]]
     if dirty.size:
         raise PlanError(
@@ -121,9 +126,10 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
 
 
 def _check_kept(plan: StepPlan, group: str, before: np.ndarray) -> None:
-    kept = before[~plan.clear]
-    made = np.concatenate([plan.zero[group], plan.copies[group][1]])
-    wiped = made[(made != NULL) & np.isin(made, kept)]
+    kept, made = before[~plan.clear], _real(plan.zero[group], plan.copies[group][1])
+    if not made.size:
+        return
+    wiped = made[np.isin(made, kept)]
     if wiped.size:
         raise PlanError(
             "only what is handed out is zeroed or copied to",
@@ -136,7 +142,7 @@ def _check_owners(
 ) -> None:
     live = table[(table != NULL)]
     live = live[~pool.sealed[group][live]]
-    if len(np.unique(live)) < len(live):
+    if live.size and np.bincount(live).max() > 1:
         ids, counts = np.unique(live, return_counts=True)
         raise PlanError(
             "one owner",
@@ -151,18 +157,16 @@ def _check_owners(
             "freed blocks are nobody's",
             f"group {group!r}: a block in {np.flatnonzero(plan.freed[group]).tolist()} still has a holder",
         )
-    used = (table != NULL).any(axis=1)
-    for row in np.flatnonzero(used).tolist():
-        if holders[row] is None:
+    used, held = (table != NULL).any(axis=1), np.array([h is not None for h in holders])
+    for row in np.flatnonzero(used != held).tolist():
+        if used[row]:
             raise PlanError(
                 "finished rows are null",
                 f"group {group!r}: row {row} is nobody's and names {table[row].tolist()}",
             )
-    for row in np.flatnonzero(~used).tolist():
-        if holders[row] is not None:
-            raise PlanError(
-                "live rows have blocks", f"group {group!r}: row {row} of {holders[row]!r} is null"
-            )
+        raise PlanError(
+            "live rows have blocks", f"group {group!r}: row {row} of {holders[row]!r} is null"
+        )
     changed = np.unique(plan.cells[group].rows[plan.cells[group].ids != NULL])
     for row in changed.tolist():
         mine = pool.held.get(holders[row] or "", {}).get(group, ())

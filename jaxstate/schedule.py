@@ -58,6 +58,14 @@ class Running:
     def decoding(self) -> bool:
         return not self.ended and self.read == len(self.request.prompt) and self.made < self.budget
 
+    def decoded(self, steps: int) -> Running:
+        """The request after so many more decode steps were planned; `dataclasses.replace` several times as fast."""
+        now, after = self.__dict__.copy(), object.__new__(Running)
+        made = now["at"] = now["made"]
+        now["made"] = min(made + steps, now["budget"])
+        object.__setattr__(after, "__dict__", now)
+        return after
+
     @property
     def leaving(self) -> bool:
         """Whether nothing more is to be planned for it but the clearing of its row."""

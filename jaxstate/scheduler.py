@@ -73,14 +73,18 @@ def plan_next(
 
     `extra_stop_ids` are the model's end tokens, which end every request that does not ignore them.
     """
-    leaving = [r for r in schedule.running if r.leaving]
+    leaving = [r for r in schedule.rows if r is not None and r.leaving]
     stays = _release(schedule, leaving)
-    admits = _admit(stays)
-    can_read = bool(admits) or any(r.reading for r in stays.running)
-    can_decode = any(r.decoding for r in stays.running)
+    can_decode = any(r is not None and r.decoding for r in stays.rows)
+    # Whom a decode step would not serve is not looked for.
+    decodes = can_decode and schedule.turn == "decode"
+    admits = [] if decodes else _admit(stays)
+    can_read = bool(admits) or (
+        not decodes and any(r is not None and r.reading for r in stays.rows)
+    )
     if not can_read and not can_decode and not leaving and not schedule.garbage:
         return None
-    kind = "prefill" if can_read and not (can_decode and schedule.turn == "decode") else "decode"
+    kind = "prefill" if can_read else "decode"
     plan = null_plan(schedule.shape, prefill=kind == "prefill")
     for running in leaving:
         plan.clear[running.row] = True
@@ -102,15 +106,20 @@ def plan_next(
 def _release(schedule: Schedule, leaving: SequenceOf[Running]) -> Schedule:
     """Frees the blocks of rows that leave and of dropped checkpoints, and the holds on those that rows started from."""
     pool, rows = schedule.pool, list(schedule.rows)
+    if leaving:
+        pool = pool.release_all(running.request.id for running in leaving)
     for running in leaving:
-        pool, _ = pool.release(running.request.id)
         rows[running.row] = None
     for running in rows:
-        if running is not None and running.source is not None and running.read > running.cached:
+        if running is None or running.source is None:
+            continue
+        if running.read > running.cached:
             pool, _ = pool.free(running.request.id, _lists(running.source))
             rows[running.row] = dataclasses.replace(running, source=None)
-    for holder in schedule.garbage:
-        pool, _ = pool.release(holder)
+    if schedule.garbage:
+        pool = pool.release_all(schedule.garbage)
+    if pool is schedule.pool and not leaving:
+        return schedule
     return dataclasses.replace(schedule, pool=pool, rows=tuple(rows), garbage=())
 
 
@@ -120,8 +129,10 @@ def _admit(schedule: Schedule) -> list[_Admitted]:
     One whose prompt's state is being computed by another waits for that and lets those behind it pass.
     """
     shape, spec, pool, index = schedule.shape, schedule.spec, schedule.pool, schedule.index
-    room = {g: shape.width(g) for g in spec.names}
     free_rows = [row for row, r in enumerate(schedule.rows) if r is None]
+    if not free_rows or not schedule.waiting:
+        return []
+    room = {g: shape.width(g) for g in spec.names}
     coming = {pair for r in schedule.running if not r.ended for pair in _coming(r)}
     coming |= {(c.position, c.key) for c in schedule.staged.values()}
     kept, admits = _sources(schedule), []
@@ -157,7 +168,7 @@ def _admit(schedule: Schedule) -> list[_Admitted]:
 
 def _sources(schedule: Schedule) -> frozenset[Key]:
     """Checkpoints that rows are yet to start from; letting them go would free nothing."""
-    held = (r for r in schedule.running if r.source is not None)
+    held = (r for r in schedule.rows if r is not None and r.source is not None)
     return frozenset(r.keys[r.cached // CHUNK - 1] for r in held)
 
 
@@ -236,8 +247,12 @@ def _leave_checkpoints(
     """Finds blocks for the checkpoints that the row passes in this step; one that finds none is skipped."""
     prefill = plan.prefill
     assert prefill is not None
-    keep, start, slot = _sources(schedule), running.read, 0
-    for position in [p for p in running.wants if start < p <= end_]:
+    start, slot = running.read, 0
+    positions = [p for p in running.wants if start < p <= end_]
+    if not positions:
+        return schedule, running
+    keep = _sources(schedule)
+    for position in positions:
         one, key = dict.fromkeys(schedule.spec.names, 1), running.keys[position // CHUNK - 1]
         holder = f"{holder_of(key)} {running.order}"
         made = _make_room(schedule.pool, schedule.index, one, keep)
@@ -292,10 +307,10 @@ def _plan_decode(
     rows, serves = list(schedule.rows), _nobody(schedule.spec.rows)
     for row, running in enumerate(rows):
         if running is not None and running.decoding:
-            known = running.known[running.made : running.made + steps]
-            plan.forced[row, : len(known)] = known
-            made = min(running.made + steps, running.budget)
-            rows[row] = serves[row] = dataclasses.replace(running, made=made, at=running.made)
+            if running.known:
+                known = running.known[running.made : running.made + steps]
+                plan.forced[row, : len(known)] = known
+            rows[row] = serves[row] = running.decoded(steps)
     return dataclasses.replace(schedule, rows=tuple(rows)), tuple(serves)
 
 

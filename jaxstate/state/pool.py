@@ -9,11 +9,12 @@ Costs are a few small numpy copies; nothing here walks all blocks in Python.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from flax import struct
+from rpds import HashTrieMap
 
 from jaxstate.errors import CapacityError, OwnershipError
 from jaxstate.state.ids import whole_number, whole_numbers
@@ -27,6 +28,39 @@ def _frozen(array: np.ndarray) -> np.ndarray:
     return array
 
 
+class Held(Mapping[str, dict[str, tuple[int, ...]]]):
+    """The blocks of each holder; a new one with a change costs the same however many holders there are."""
+
+    __slots__ = ("_map",)
+
+    def __init__(self, holders: Mapping[str, Any] | HashTrieMap = HashTrieMap()):  # noqa: B008 (immutable)
+        self._map = holders if isinstance(holders, HashTrieMap) else HashTrieMap(holders)
+
+    def __getitem__(self, holder: str) -> dict[str, tuple[int, ...]]:
+        return self._map[holder]
+
+    def __contains__(self, holder: object) -> bool:
+        return holder in self._map
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._map)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._map.get(key, default)
+
+    def put(self, holder: str, blocks: dict[str, tuple[int, ...]]) -> Held:
+        """The account with these blocks as all that the holder has; without the holder if they are none."""
+        if any(blocks.values()):
+            return Held(self._map.insert(holder, blocks))
+        return Held(self._map.discard(holder))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
 class BlockPool(struct.PyTreeNode):
     """Free lists, reference counts, seals and holders of all groups.
 
@@ -37,7 +71,7 @@ class BlockPool(struct.PyTreeNode):
     free_lists: dict[str, np.ndarray]
     refs: dict[str, np.ndarray]
     sealed: dict[str, np.ndarray]
-    held: dict[str, dict[str, tuple[int, ...]]] = struct.field(pytree_node=False)
+    held: Held = struct.field(pytree_node=False)
 
     @classmethod
     def create(cls, spec: CacheSpec) -> BlockPool:
@@ -49,7 +83,7 @@ class BlockPool(struct.PyTreeNode):
             },
             refs={name: _frozen(np.zeros(n, np.int32)) for name, n in sizes.items()},
             sealed={name: _frozen(np.zeros(n, bool)) for name, n in sizes.items()},
-            held={},
+            held=Held(),
         )
 
     def free_count(self, group: str) -> int:
@@ -149,11 +183,7 @@ class BlockPool(struct.PyTreeNode):
                 _frozen(sealed[group])
             leaving = set(blocks.tolist())
             held[group] = tuple(b for b in held.get(group, ()) if b not in leaving)
-        everyone = dict(self.held)
-        if any(held.values()):
-            everyone[holder] = held
-        else:
-            everyone.pop(holder, None)
+        everyone = self.held.put(holder, held)
         return self.replace(free_lists=free, refs=refs, sealed=sealed, held=everyone), gone
 
     def release(self, holder: str) -> tuple[BlockPool, Ids]:
@@ -168,6 +198,38 @@ class BlockPool(struct.PyTreeNode):
                 f"{holder!r} holds no blocks; it was released before, or never had any",
             )
         return self.free(holder, self.held[holder])
+
+    def release_all(self, holders: Iterable[str]) -> BlockPool:
+        """The pool after `release` of each of these in turn, for the price of one.
+
+        Raises:
+          OwnershipError: one of them holds nothing.
+        """
+        everyone, refs, gone = self.held, {}, {}
+        for holder in holders:
+            if holder not in everyone:
+                self.replace(held=everyone).release(holder)
+            for group, blocks in everyone[holder].items():
+                if group not in refs:
+                    refs[group], gone[group] = self.refs[group].copy(), []
+                count, last = refs[group], []
+                for block in blocks:
+                    count[block] -= 1
+                    if count[block] == 0:
+                        last.append(block)
+                gone[group] += last[::-1]
+            everyone = everyone.put(holder, {})
+        free, sealed = dict(self.free_lists), dict(self.sealed)
+        for group, blocks in gone.items():
+            _frozen(refs[group])
+            free[group] = _frozen(np.concatenate([free[group], np.array(blocks, np.int32)]))
+            if sealed[group][blocks].any():
+                sealed[group] = sealed[group].copy()
+                sealed[group][blocks] = False
+                _frozen(sealed[group])
+        return self.replace(
+            free_lists=free, refs={**self.refs, **refs}, sealed=sealed, held=everyone
+        )
 
     def check_write(self, holder: str, group: str, ids: Any) -> None:
         """Raises OwnershipError unless `holder` may write these blocks: its own, live, each named once."""
@@ -208,7 +270,7 @@ class BlockPool(struct.PyTreeNode):
     def _checked(self, group: str, ids: Any) -> np.ndarray:
         self._check_group(group)
         wide, size = whole_numbers(ids, f"group {group!r}: blocks"), len(self.refs[group])
-        for block in wide[(wide < 0) | (wide >= size)].tolist():
+        for block in [b for b in wide.tolist() if not 0 <= b < size]:
             raise OwnershipError(
                 "ids are in range", f"group {group!r}: block {block} is outside the pool of {size}"
             )
@@ -216,7 +278,7 @@ class BlockPool(struct.PyTreeNode):
             raise OwnershipError(
                 "null is nobody's", f"group {group!r}: block {NULL} is the null block"
             )
-        if len(np.unique(wide)) != len(wide):
+        if wide.size > 1 and len(np.unique(wide)) != len(wide):
             raise OwnershipError(
                 "each block once", f"group {group!r}: a block is named twice in {wide.tolist()}"
             )
@@ -241,13 +303,11 @@ class BlockPool(struct.PyTreeNode):
         refs[blocks] += by
         return _frozen(refs)
 
-    def _with(
-        self, holder: str, ids: Mapping[str, Iterable[int]]
-    ) -> dict[str, dict[str, tuple[int, ...]]]:
+    def _with(self, holder: str, ids: Mapping[str, Iterable[int]]) -> Held:
         mine = dict(self.held.get(holder, {}))
         for group, blocks in ids.items():
             mine[group] = mine.get(group, ()) + tuple(np.asarray(blocks).tolist())
-        return {**self.held, holder: mine} if any(mine.values()) else dict(self.held)
+        return self.held.put(holder, mine)
 
     def __repr__(self) -> str:
         account = (self.free_lists, self.refs, self.sealed)

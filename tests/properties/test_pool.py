@@ -133,6 +133,21 @@ class PoolMachine(RuleBasedStateMachine):
                 dropped = self.model.drop(holder, group, blocks)
                 assert set(gone.get(group, np.zeros(0)).tolist()) == dropped
 
+    @rule(names=st.lists(holders, unique=True, min_size=1))
+    def release_all(self, names):
+        allowed, one_by_one = all(self._holds(name) for name in names), self.pool
+        with self._either(allowed):
+            self.pool = self.pool.release_all(names)
+        if allowed:
+            for name in names:
+                one_by_one, _ = one_by_one.release(name)
+                for group in SPEC.names:
+                    self.model.drop(name, group, self.model.of(name, group))
+            assert fingerprint(self.pool) == fingerprint(one_by_one)
+
+    def _holds(self, holder):
+        return any(self.model.of(holder, group) for group in SPEC.names)
+
     @rule(holder=holders, group=groups, ids=ids)
     def seal(self, holder, group, ids):
         allowed = self.model.real(group, ids) and set(ids) <= self.model.of(holder, group)
