@@ -16,6 +16,7 @@ from jaxstate.errors import (
     OwnershipError,
     PlanError,
     RequestError,
+    SnapshotError,
     SpecError,
 )
 from jaxstate.request import Completion, Event, Request, SamplingParams, explain
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from jaxstate.engine import Engine
     from jaxstate.lm import LM
     from jaxstate.models import load_model
+    from jaxstate.sequences import Sequences
     from jaxstate.sizing import Sizes
-    from jaxstate.state import BlockPool, BlockTables, CacheSpec, GroupSpec, StateCache
+    from jaxstate.state import BlockPool, BlockTables, CacheSpec, GroupSpec, Snapshot, StateCache
     from jaxstate.text import Tokenizer
 
 # What needs jax is imported when it is first used, so that the command line answers --help at once.
@@ -36,7 +38,9 @@ _LAZY = {
     "Engine": "jaxstate.engine",
     "GroupSpec": "jaxstate.state",
     "LM": "jaxstate.lm",
+    "Sequences": "jaxstate.sequences",
     "Sizes": "jaxstate.sizing",
+    "Snapshot": "jaxstate.state",
     "StateCache": "jaxstate.state",
     "Tokenizer": "jaxstate.text",
     "load_model": "jaxstate.models",
@@ -59,7 +63,10 @@ __all__ = [
     "Request",
     "RequestError",
     "SamplingParams",
+    "Sequences",
     "Sizes",
+    "Snapshot",
+    "SnapshotError",
     "SpecError",
     "StateCache",
     "Tokenizer",

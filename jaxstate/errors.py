@@ -54,3 +54,7 @@ class RequestError(JaxstateError, ValueError):
 
 class CheckpointError(JaxstateError):
     """A model folder that cannot be loaded as it stands: a missing file or tensor, a wrong shape, an unknown model."""
+
+
+class SnapshotError(JaxstateError):
+    """A snapshot that cannot be read or restored: another model, layout or dtype, or not a whole snapshot."""

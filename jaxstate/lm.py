@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,10 @@ from jaxstate.errors import CheckpointError, JaxstateError, RequestError
 from jaxstate.models import load_model
 from jaxstate.models.base import CausalLM
 from jaxstate.request import Completion, Event, Request, SamplingParams
+from jaxstate.runner import Runner
+from jaxstate.sequences import Outputs, Sequences
 from jaxstate.sizing import Sizes
+from jaxstate.state import Snapshot
 from jaxstate.text import Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -148,9 +152,48 @@ class LM:
             raise JaxstateError("this LM is closed; load it again")
         return self._open
 
+    def prefill(self, prompts: Prompt | Iterable[Prompt]) -> Sequences:
+        """Reads the prompts into a value that `decode` goes on from; ids count from 0, as in `stream`.
+
+        Raises:
+          CapacityError: a prompt is longer than `max_len`.
+          RequestError: an empty prompt, or a token that the model does not know.
+        """
+        prompts = enumerate(_as_list(prompts))
+        return self._runner.prefill([self.request(p, SamplingParams(), str(i)) for i, p in prompts])
+
+    def decode(
+        self, seqs: Sequences, steps: int, *, forced: Sequence[Sequence[int]] = (), **sampling: Any
+    ) -> tuple[Sequences, Outputs]:
+        """The sequences after up to `steps` more tokens each, and these tokens; `seqs` stays as it is.
+
+        A sequence that comes to an end token does not read it, so that going on from there gives it again. The keywords
+        are those of `SamplingParams` but for `max_tokens` and `stop`; `forced` tokens are taken instead of drawn ones.
+
+        Raises:
+          CapacityError: a sequence would grow past `max_len`; nothing was dispatched.
+          RequestError: a keyword that cannot be, or sequences of another model.
+        """
+        return self._runner.decode(seqs, SamplingParams(max_tokens=steps, **sampling), forced)
+
+    def restore(self, snapshot: Snapshot) -> Sequences:
+        """The snapshot's sequences on the device, as they were.
+
+        Raises:
+          SnapshotError: it is of another model, layout or dtype.
+          CapacityError: a sequence is longer than `max_len`.
+        """
+        return self._runner.restore(snapshot)
+
+    @functools.cached_property
+    def _runner(self) -> Runner:
+        engine = self.engine
+        return Runner(self.model, engine.shape, self.tokenizer, poison=engine.poison)
+
     def close(self) -> None:
         """Frees the model's and the engine's memory; the LM cannot be used after."""
         self._open = None
+        self.__dict__.pop("_runner", None)
 
     def __enter__(self) -> LM:
         return self

@@ -33,6 +33,7 @@ class RowState(struct.PyTreeNode):
     stop_ids: Int32[Array, "rows n"]
     sampling: Sampling
     source: dict[str, Int32[Array, "rows"]]  # read instead of the row's own block, once
+    scores: Float32[Array, "rows vocab"] | None = None  # of the next token, where they are kept
 
     @classmethod
     def empty(cls, spec: CacheSpec) -> RowState:
@@ -130,6 +131,17 @@ def prefill_step(
     held = held.replace(position=jnp.where(live, ends, state.rows.position))
     after, outcome = _advance(held, logits, prefill.sample & live, plan.forced[:, 0])
     return EngineState(state.tables, cache, after), jax.tree.map(lambda x: x[None], outcome)
+
+
+def resume_step(
+    state: EngineState, plan: StepPlan, *, poison: bool = False
+) -> tuple[EngineState, Outcome]:
+    """Prepares, and samples a token for every admitted row from the scores that it kept; decoding goes on from there."""
+    state = prepare(state, plan, poison=poison)
+    scores, new = state.rows.scores, plan.admission.rows
+    assert scores is not None, "only rows that kept their scores resume"
+    rows, outcome = _advance(state.rows, scores, jnp.asarray(new), plan.forced[:, 0])
+    return state.replace(rows=rows), jax.tree.map(lambda x: x[None], outcome)
 
 
 def decode_step(
@@ -251,4 +263,6 @@ def _advance(
     stopped = (token[:, None] == rows.stop_ids).any(axis=1)
     active = jnp.where(sampled, finite & ~stopped & (left > 0), rows.active)
     after = rows.replace(token=jnp.where(made, token, rows.token), left=left, active=active)
+    if rows.scores is not None:
+        after = after.replace(scores=jnp.where(sampled[:, None], logits, rows.scores))
     return after, Outcome(jnp.where(made, token, 0), jnp.where(made, logprob, 0.0), made, bad)

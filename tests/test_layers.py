@@ -26,6 +26,8 @@ LAYERS = (
         "jaxstate.progress",
         "jaxstate.compilation",
         "jaxstate.engine",
+        "jaxstate.sequences",
+        "jaxstate.runner",
         "jaxstate.lm",
         "jaxstate",  # the package's front: names of the layers up to here
     ),

@@ -10,10 +10,10 @@ import pytest
 PUBLIC = {
     "jaxstate": """
         LM BlockPool BlockTables CacheSpec CapacityError CheckpointError Completion Engine Event
-        GroupSpec JaxstateError OwnershipError PlanError Request RequestError SamplingParams Sizes
-        SpecError StateCache Tokenizer explain load_model
+        GroupSpec JaxstateError OwnershipError PlanError Request RequestError SamplingParams
+        Sequences Sizes Snapshot SnapshotError SpecError StateCache Tokenizer explain load_model
     """,
-    "jaxstate.state": "BlockPool BlockTables CacheSpec Cells GroupSpec StateCache",
+    "jaxstate.state": "BlockPool BlockTables CacheSpec Cells GroupSpec Snapshot StateCache",
     "jaxstate.models": """
         CausalLM FAMILIES Mamba2Config Mamba2LM MambaConfig MambaLM from_random load_model
         parse_config save_model
