@@ -264,7 +264,9 @@ class Runner:
         for ids, reason in zip(tokens, reasons, strict=True):
             ids = ids[:-1] if reason == "stop" else ids  # the end token is no text
             texts.append("" if self.tokenizer is None else self.tokenizer.decode(ids))
-        return Outputs(tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)), tuple(texts), reasons)
+        return Outputs(
+            tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)), tuple(texts), reasons
+        )
 
 
 def identify(model: CausalLM) -> Identity:
@@ -287,9 +289,7 @@ def _run(params, state, plan, *, step, tree, **options):
 
 def _empty(*, spec: CacheSpec, poison: bool, vocab: int) -> EngineState:
     state = EngineState.create(spec, poison=poison)
-    return state.replace(
-        rows=state.rows.replace(scores=jnp.zeros((spec.rows, vocab), jnp.float32))
-    )
+    return state.replace(rows=state.rows.replace(scores=jnp.zeros((spec.rows, vocab), jnp.float32)))
 
 
 def _growth(spec: CacheSpec, sequence: Sequence, steps: int) -> dict[str, int]:

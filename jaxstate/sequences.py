@@ -1,7 +1,7 @@
 """Sequences as values: what a notebook forks, rewinds, drops, keeps and restores.
 
-A value holds the whole of its sequences: tables, the cache with their state, the account of who holds which block, their
-tokens, the scores of what comes next. Nothing ever changes it, so to go back is to use the older value again.
+A value holds the whole of its sequences: their tokens, the blocks of each, the cache with their state, the account of
+who holds which block, the scores of what comes next. Nothing ever changes it: to go back, use the older value again.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ class Sequences:
             f"in a cache of {format_bytes(self.nbytes)}"
         ]
         for s in self.sequences[:16]:
-            blocks = ", ".join(f"{g} {list(b[:8])}{'…' * (len(b) > 8)}" for g, b in s.blocks.items())
+            blocks = ", ".join(
+                f"{g} {list(b[:8])}{'…' * (len(b) > 8)}" for g, b in s.blocks.items()
+            )
             fork = ", starts from there" if s.forked else ""
             lines.append(f"  {s.id}: {len(s)} tokens, blocks {blocks}{fork}")
         more = [f"  … {len(self) - 16} more"] if len(self) > 16 else []
@@ -190,9 +192,9 @@ class Outputs:
 
     def __repr__(self) -> str:
         lines = [
-            f"  {len(tokens)} tokens, {reason}, logprob {total:.2f}: {text if text else list(tokens)!r}"
+            f"  {len(tokens)} tokens, {reason}, logprob {total:.2f}: {text or list(tokens)!r}"
             for tokens, text, reason, total in zip(
-                self.tokens, map(repr, self.text), self.finish_reasons, self.sum_logprob, strict=True
+                self.tokens, self.text, self.finish_reasons, self.sum_logprob, strict=True
             )
         ]
         return "Outputs(\n" + "\n".join(lines) + "\n)"

@@ -136,7 +136,7 @@ def prefill_step(
 def resume_step(
     state: EngineState, plan: StepPlan, *, poison: bool = False
 ) -> tuple[EngineState, Outcome]:
-    """Prepares, and samples a token for every admitted row from the scores that it kept; decoding goes on from there."""
+    """Prepares, and samples for every admitted row from the scores that it kept; decoding goes on from there."""
     state = prepare(state, plan, poison=poison)
     scores, new = state.rows.scores, plan.admission.rows
     assert scores is not None, "only rows that kept their scores resume"

@@ -10,7 +10,10 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_notebooks():
-    assert [n.name for n in NOTEBOOKS] == ["01_first_generation.ipynb"]
+    assert [n.name for n in NOTEBOOKS] == [
+        "01_first_generation.ipynb",
+        "02_state_as_a_value.ipynb",
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

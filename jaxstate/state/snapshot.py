@@ -147,7 +147,7 @@ class Snapshot:
         try:
             with safe_open(path, framework="np") as file:
                 text = (file.metadata() or {}).get("jaxstate")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise SnapshotError(f"{path} cannot be read as a snapshot: {error}") from error
         if text is None:
