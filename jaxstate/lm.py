@@ -159,8 +159,9 @@ class LM:
           CapacityError: a prompt is longer than `max_len`.
           RequestError: an empty prompt, or a token that the model does not know.
         """
-        prompts = enumerate(_as_list(prompts))
-        return self._runner.prefill([self.request(p, SamplingParams(), str(i)) for i, p in prompts])
+        return self._runner.prefill(
+            [self.request(p, SamplingParams(), str(i)) for i, p in enumerate(_as_list(prompts))]
+        )
 
     def decode(
         self, seqs: Sequences, steps: int, *, forced: Sequence[Sequence[int]] = (), **sampling: Any

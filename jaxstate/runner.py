@@ -85,7 +85,7 @@ class Runner:
             _place(plan, row, ids, dict.fromkeys(spec.names, 0), used)
             blocks = {g: tuple(b.tolist()) for g, b in ids.items()}
             sequences.append(Sequence(request.id, request.prompt, blocks, row))
-            _admit(plan, row, request, budget=1)
+            _admit(plan, row, request.id, request.sampling, budget=1)
         tables = _tables(spec, [])
         holders = _holders(spec, sequences)
         state, read = programs.create(), [0] * len(sequences)
@@ -105,21 +105,15 @@ class Runner:
           CapacityError: a sequence would grow past `max_len`; nothing was dispatched.
           RequestError: stop texts, more forced tokens than steps, or sequences of another model.
         """
-        steps, forced = sampling.max_tokens, self._check(seqs, sampling, forced)
+        steps = sampling.max_tokens
         for s in seqs.sequences:
             seqs.spec.need(len(s) + steps, s.id)
-        seqs, shape = self._seated(seqs, steps), self._programs(len(seqs)).shape
-        programs, spec, pool = self._programs(len(seqs)), shape.spec, seqs.pool
-        plan, used = null_plan(shape, prefill=False), dict.fromkeys(spec.names, 0)
+        known = self._check(seqs, sampling, forced)
+        programs, seqs = self._programs(len(seqs)), self._seated(seqs, steps)
+        shape, spec = programs.shape, programs.shape.spec
         eos = () if sampling.ignore_eos else tuple(self.model.config.eos_token_ids)
-        for row, s in enumerate(seqs.sequences):
-            pool, ids = pool.allocate(s.id, _growth(spec, s, steps))
-            _place(plan, row, ids, {g: len(b) for g, b in s.kept(spec).items()}, used)
-            # One more than is read: the last step's draw is left to the next call, which has the scores.
-            _admit(plan, row, Request(s.id, s.tokens, sampling), steps + 1, s.source(spec), eos)
-        for group, mask in plan.freed.items():
-            mask[1:] = pool.refs[group][1:] == 0
-        plan.forced[:, :1] = forced[:, :1]
+        plan, pool = _resume_plan(shape, seqs, sampling, eos)
+        plan.forced[:, :1] = known[:, :1]
         before, holders = _tables(spec, seqs.sequences), _holders(spec, seqs.sequences)
         tables = check_plan(plan, shape, before, pool, holders)
         position = np.zeros(spec.rows, np.int32)
@@ -130,8 +124,8 @@ class Runner:
         outcomes = [first]
         for at in range(1, steps + 1, shape.decode_steps):
             plan = null_plan(shape, prefill=False)
-            known = forced[:, at : at + shape.decode_steps]
-            plan.forced[:, : known.shape[1]] = known
+            here = known[:, at : at + shape.decode_steps]
+            plan.forced[:, : here.shape[1]] = here
             tables = check_plan(plan, shape, tables, pool, holders)
             state, outcome = programs.decode(self._params, state, plan)
             outcomes.append(outcome)
@@ -292,6 +286,25 @@ def _empty(*, spec: CacheSpec, poison: bool, vocab: int) -> EngineState:
     return state.replace(rows=state.rows.replace(scores=jnp.zeros((spec.rows, vocab), jnp.float32)))
 
 
+def _resume_plan(
+    shape: PlanShape, seqs: Sequences, sampling: SamplingParams, eos: tuple[int, ...]
+) -> tuple[StepPlan, BlockPool]:
+    """The plan by which every sequence goes on, with blocks for all steps, and the pool while it does."""
+    spec, pool, plan = shape.spec, seqs.pool, null_plan(shape, prefill=False)
+    used = dict.fromkeys(spec.names, 0)
+    for row, s in enumerate(seqs.sequences):
+        pool, ids = pool.allocate(s.id, _growth(spec, s, sampling.max_tokens))
+        _place(plan, row, ids, {g: len(blocks) for g, blocks in s.kept(spec).items()}, used)
+        # One more than is read: the last step's draw is left to the next call, which has the scores.
+        _admit(plan, row, s.id, sampling, sampling.max_tokens + 1, eos)
+        for group, block in s.source(spec).items():
+            plan.admission.source[group][row] = block
+            plan.admission.position[row] = len(s)
+    for group, mask in plan.freed.items():
+        mask[1:] = pool.refs[group][1:] == 0
+    return plan, pool
+
+
 def _growth(spec: CacheSpec, sequence: Sequence, steps: int) -> dict[str, int]:
     kept = sequence.kept(spec)
     return {g: n - len(kept[g]) for g, n in spec.need(len(sequence) + steps, sequence.id).items()}
@@ -323,19 +336,16 @@ def _place(
 
 
 def _admit(
-    plan: StepPlan, row: int, request: Request, budget: int,
-    source: Mapping[str, int] | None = None, eos: tuple[int, ...] = (),
+    plan: StepPlan, row: int, sequence_id: str, asked: SamplingParams, budget: int,
+    eos: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    admission, asked = plan.admission, request.sampling
+    admission, sampling = plan.admission, plan.admission.sampling
     admission.rows[row], admission.budget[row] = True, budget
     stops = (*asked.stop_ids, *eos)
     admission.stop_ids[row, : len(stops)] = stops
-    for group, block in (source or {}).items():
-        admission.source[group][row], admission.position[row] = block, len(request.prompt)
-    sampling = admission.sampling
     sampling.temperature[row], sampling.top_k[row] = asked.temperature, asked.top_k
     sampling.top_p[row], sampling.min_p[row] = asked.top_p, asked.min_p
-    sampling.seed[row], sampling.request[row] = asked.seed, request_hash(request.id)
+    sampling.seed[row], sampling.request[row] = asked.seed, request_hash(sequence_id)
 
 
 def _pack(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -88,11 +87,7 @@ class Sequences:
         """Bytes on the device that live as long as this value or another with the same cache does."""
         return self.row_scores.nbytes + sum(x.nbytes for x in jax.tree.leaves(self.cache))
 
-    @overload
-    def __getitem__(self, index: int | slice) -> Sequences: ...
-    @overload
-    def __getitem__(self, index: SequenceOf[int]) -> Sequences: ...
-    def __getitem__(self, index):
+    def __getitem__(self, index: int | slice | SequenceOf[int]) -> Sequences:
         """The sequences at an index, a slice, or a list of indices that are all different."""
         if isinstance(index, slice):
             chosen = list(range(len(self)))[index]

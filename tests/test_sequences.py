@@ -205,6 +205,8 @@ def test_what_has_no_room_or_no_meaning_is_refused_before_anything_runs(lm):
     seqs = lm.prefill([prompt_of(3), prompt_of(90), prompt_of(4)])
     with pytest.raises(js.CapacityError, match=r"request '1'.*needs 97 tokens.*room for 96"):
         lm.decode(seqs, 7)
+    with pytest.raises(js.CapacityError):
+        lm.decode(seqs, 2**31 - 1)
     full, out = lm.decode(seqs, 6)
     assert list(out.tokens[1]) == continue_by_hand(prompt_of(90), 6)
     assert_by_hand(full)
