@@ -175,7 +175,10 @@ class LM:
           CapacityError: a sequence would grow past `max_len`; nothing was dispatched.
           RequestError: a keyword that cannot be, or sequences of another model.
         """
-        return self._runner.decode(seqs, SamplingParams(max_tokens=steps, **sampling), forced)
+        if "max_tokens" in sampling:
+            raise RequestError("unknown_field", "decode takes steps, not max_tokens", "max_tokens")
+        params = _sampling({**sampling, "max_tokens": steps})
+        return self._runner.decode(seqs, params, forced)
 
     def restore(self, snapshot: Snapshot) -> Sequences:
         """The snapshot's sequences on the device, as they were.
