@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import jax
@@ -24,17 +25,22 @@ def count() -> int:
     return _count
 
 
-def use_persistent_cache(folder: str | os.PathLike | None = None) -> Path:
+def use_persistent_cache(folder: str | os.PathLike | None = None) -> Path | None:
     """Keeps compiled programs in a folder of the user's own, so that the next process need not compile them.
 
-    The folder is `folder`, or JAX_COMPILATION_CACHE_DIR, or `~/.cache/jaxstate/xla`; it is made private, because
-    whoever can write there can run code as its owner.
+    The folder is `folder`, or JAX_COMPILATION_CACHE_DIR, or `~/.cache/jaxstate/xla`; one that is made here is private,
+    because whoever can write there can run code as its owner. A folder that cannot be made is warned of and done
+    without, and None returned.
     """
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = Path(
         folder or os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_home / "jaxstate" / "xla"
     )
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        warnings.warn(f"compiled programs are not kept: {error}", stacklevel=2)
+        return None
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return path

@@ -10,6 +10,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxstate import compilation, scheduler
-from jaxstate.errors import RequestError, SpecError
+from jaxstate.errors import JaxstateError, RequestError, SpecError
 from jaxstate.models.base import CausalLM
 from jaxstate.plan import null_plan
 from jaxstate.progress import Progress
@@ -112,6 +113,7 @@ class Engine:
         self._queue: collections.deque[Request] = collections.deque()
         self._progress: dict[str, Progress] = {}
         self._in_flight: collections.deque[_Dispatched] = collections.deque()
+        self._stepping = threading.Lock()
         self._news: list[Event] = []
         self._programs: dict[str, Any] = {}
         decode = {"steps": self.steps_per_dispatch, "early_exit": device.platform == "cpu"}
@@ -228,7 +230,21 @@ class Engine:
             self.stats.preemptions += self.schedule is not before
 
     def step(self) -> list[Event]:
-        """Dispatches what can be dispatched, observes the oldest step, and returns the news."""
+        """Dispatches what can be dispatched, observes the oldest step, and returns the news.
+
+        Raises:
+          JaxstateError: another thread is in it; an engine serves one thread at a time.
+        """
+        if not self._stepping.acquire(blocking=False):
+            raise JaxstateError(
+                "another thread is in this engine's step(); an engine serves one thread"
+            )
+        try:
+            return self._step()
+        finally:
+            self._stepping.release()
+
+    def _step(self) -> list[Event]:
         self.compile()
         compiled = compilation.count()
         while len(self._in_flight) < IN_FLIGHT and self._dispatch():
@@ -241,18 +257,30 @@ class Engine:
         return news
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Event]:
-        """Submits the requests as there is room for them and yields events until all have ended."""
-        source = iter(requests)
-        exhausted = False
-        while True:
-            while not exhausted and self.backlog < 2 * self.spec.rows:
-                request = next(source, None)
-                exhausted = request is None
-                if request is not None:
-                    self.submit(request)
-            if exhausted and self.idle:
-                return
-            yield from self.step()
+        """Submits the requests as there is room for them and yields events until all have ended.
+
+        One that `submit` refuses ends the run with its error; those submitted before it are aborted then, as they are
+        when the iterator is closed early.
+        """
+        source, exhausted = iter(requests), False
+        mine: set[str] = set()
+        try:
+            while True:
+                while not exhausted and self.backlog < 2 * self.spec.rows:
+                    request = next(source, None)
+                    exhausted = request is None
+                    if request is not None:
+                        self.submit(request)
+                        mine.add(request.id)
+                if exhausted and self.idle:
+                    return
+                for event in self.step():
+                    if event.completion is not None:
+                        mine.discard(event.id)
+                    yield event
+        finally:
+            for request_id in mine:
+                self.abort(request_id, quiet=True)
 
     @property
     def backlog(self) -> int:

@@ -212,6 +212,8 @@ class LM:
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if len(getattr(prompts, "shape", ())) == 1:
+        return [np.asarray(prompts)]  # one prompt of token ids, as an array
     many: list[Any] = list(prompts)
     return [many] if many and isinstance(many[0], int | np.integer) else many
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from jaxstate.errors import RequestError
 
@@ -25,7 +26,14 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _plain(value: Any) -> Any:
+    """Values of numpy and JAX as Python's own; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +42,7 @@ class SamplingParams:
 
     Args:
       max_tokens: most tokens to generate, at least 1.
-      temperature: 0 takes the likeliest token; above 0 samples from the softened distribution.
+      temperature: 0 (or below a millionth) takes the likeliest token; above, samples from the softened distribution.
       top_k: keep only the k likeliest tokens; 0 keeps all.
       top_p: keep the smallest set of likeliest tokens whose probability reaches this share (Holtzman et al. 2019).
       min_p: drop tokens less likely than this share of the likeliest (Nguyen et al. 2024).
@@ -58,11 +66,13 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
         _check(
             _is_int(self.max_tokens) and 1 <= self.max_tokens < 2**31,
             "max_tokens",
             self.max_tokens,
-            "an int >= 1",
+            "an int from 1 to 2**31 - 1",
         )
         _check(
             _is_number(self.temperature) and 0 <= self.temperature <= 100,
@@ -74,7 +84,7 @@ class SamplingParams:
             _is_int(self.top_k) and 0 <= self.top_k < 2**31,
             "top_k",
             self.top_k,
-            "an int >= 0 (0 is off)",
+            "an int from 0 (which is off) to 2**31 - 1",
         )
         _check(
             _is_number(self.top_p) and 0 < self.top_p <= 1,
@@ -132,7 +142,15 @@ class Request:
     def __post_init__(self):
         _check(isinstance(self.id, str), "id", self.id, "a text")
         _check(isinstance(self.cache_salt, str), "cache_salt", self.cache_salt, "a text")
-        prompt = tuple(self.prompt)
+        _check(
+            isinstance(self.sampling, SamplingParams), "sampling", self.sampling, "SamplingParams"
+        )
+        prompt = _plain(self.prompt)
+        _check(
+            isinstance(prompt, list | tuple) or hasattr(prompt, "__iter__"),
+            "prompt", prompt, "a list of token ids",
+        )  # fmt: skip
+        prompt = tuple(prompt)
         if not prompt:
             raise RequestError(
                 "empty_prompt", "the prompt has no tokens; give it at least one", "prompt"

@@ -16,6 +16,9 @@ from jax import lax
 
 from jaxstate.typing import Array, Bool, Float32, Int32, UInt32
 
+LEAST_TEMPERATURE = 1e-6
+"""Below this a draw is the likeliest token; dividing scores by less would overflow."""
+
 
 class Sampling(struct.PyTreeNode):
     """Sampling parameters of every row; the fields are those of `SamplingParams`, `request` a hash of the id."""
@@ -47,7 +50,7 @@ def sample(
     finite (where not, the token is 0 and means nothing).
     """
     finite = jnp.isfinite(logits).all(axis=-1)
-    greedy = sampling.temperature <= 0
+    greedy = sampling.temperature < LEAST_TEMPERATURE
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     drawn = lax.cond(greedy.all(), lambda: best, lambda: _draw(logits, sampling, position))
     token = jnp.where(greedy, best, drawn)
@@ -59,7 +62,7 @@ def sample(
 
 
 def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
-    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    temperature = jnp.maximum(sampling.temperature, LEAST_TEMPERATURE)
     scaled = logits / temperature[:, None]
     filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
     kept = lax.cond(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from jaxstate.errors import SpecError
 from jaxstate.plan import PlanShape
 from jaxstate.state.spec import CacheSpec, GroupSpec, format_bytes
@@ -12,6 +14,15 @@ from pallas_kernels.rows import CHUNK
 
 CPU_CHECKPOINT_BYTES = 256 * 2**20
 """What checkpoints may take where the device does not say how much memory it has."""
+
+BOUNDS = {
+    "rows": (1, 65_536),
+    "max_len": (1, 2**31 - 1),
+    "chunk_tokens": (CHUNK, 2**20),
+    "decode_steps": (1, 1_024),
+    "checkpoints": (0, 2**20),
+}
+"""Least and most of each size; past these a program could not be compiled or would never end."""
 
 MOST_CHECKPOINTS = 4
 """States that one row can leave behind in one step."""
@@ -43,12 +54,15 @@ class Sizes:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), 0 if field.name == "checkpoints" else 1
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (whole and value >= least):
+            value, (least, most) = getattr(self, field.name), BOUNDS[field.name]
+            if value is None:
+                continue
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not (whole and least <= value <= most):
                 raise SpecError(
-                    f"{field.name} is {value!r}; it must be a whole number of at least {least}"
+                    f"{field.name} is {value!r}; it must be a whole number from {least:,} to {most:,}"
                 )
+            object.__setattr__(self, field.name, int(value))
         if self.chunk_tokens is not None and self.chunk_tokens % CHUNK:
             raise SpecError(
                 f"chunk_tokens is {self.chunk_tokens}; it must be a multiple of {CHUNK}, the scan chunk"

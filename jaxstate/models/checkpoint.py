@@ -138,7 +138,7 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
 def _json(path: pathlib.Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
@@ -147,7 +147,8 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
 
 def _special_float(value: dict[str, Any]) -> Any:
     """An infinite `time_step_limit` is written as `Infinity`, which Python reads, or as `{"__float__": "Infinity"}`."""
-    return float(value["__float__"]) if set(value) == {"__float__"} else value
+    number = value.get("__float__") if len(value) == 1 else None
+    return float(number) if isinstance(number, str) else value
 
 
 def _headers(folder: pathlib.Path) -> dict[str, Header]:

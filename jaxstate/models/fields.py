@@ -12,7 +12,8 @@ _REQUIRED = object()
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return whole or isinstance(value, float)
 
 
 class Fields:
@@ -65,7 +66,7 @@ class Fields:
         if value is None:
             return ()
         ids = tuple(value) if isinstance(value, list) else (value,)
-        if all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in ids):
+        if all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**31 for x in ids):
             return ids
         self._wrong(name, value, "a token id, a list of them, or null")
         return ()

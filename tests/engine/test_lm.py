@@ -1,5 +1,6 @@
 """The notebook's front: what it is handed, what it hands back, and that leaving early leaves nothing behind."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -28,7 +29,9 @@ def test_completions_come_in_the_order_of_the_prompts(lm):
     assert [c.id for c in got] == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize("prompt", [A, list(A), np.array(A), np.array(A, np.uint8)], ids=repr)
+@pytest.mark.parametrize(
+    "prompt", [A, list(A), np.array(A), np.array(A, np.uint8), jnp.array(A)], ids=repr
+)
 def test_token_prompts_of_any_kind(lm, prompt):
     assert tokens(lm.generate(prompt, max_tokens=4)) == [continue_by_hand(A, 4)]
     assert tokens(lm.generate([prompt, prompt], max_tokens=4)) == [continue_by_hand(A, 4)] * 2
