@@ -76,6 +76,14 @@ class GroupSpec:
                 f"group {self.name!r}: leaves must be a pytree of jax.ShapeDtypeStruct, and not empty"
             )
 
+    def __hash__(self) -> int:
+        # Leaves come in any container; what they are and their structure can be hashed: a spec can be static in a jit.
+        leaves, structure = jax.tree.flatten(self.leaves)
+        shapes = tuple((tuple(x.shape), np.dtype(x.dtype)) for x in leaves)
+        return hash(
+            (self.name, self.kind, self.layers, self.block_size, self.blocks, structure, shapes)
+        )
+
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers and leaves."""

@@ -173,3 +173,22 @@ def test_specs_are_values_and_say_what_they_are():
 )
 def test_sizes_for_people(n, text):
     assert format_bytes(n) == text
+
+
+def test_a_spec_can_be_a_static_argument():
+    traces = []
+
+    def bytes_of(x, spec):
+        traces.append(spec)
+        return x + spec.nbytes
+
+    def spec():
+        leaves = {
+            "a": (jax.ShapeDtypeStruct((2,), jnp.float32),),
+            "b": [jax.ShapeDtypeStruct((), jnp.int8)],
+        }
+        return CacheSpec((GroupSpec("g", "recurrent", 2, leaves),), rows=2, max_len=4)
+
+    jitted = jax.jit(bytes_of, static_argnums=1)
+    assert int(jitted(0, spec())) == int(jitted(0, spec())) == 3 * 2 * 9
+    assert len(traces) == 1 and hash(spec()) == hash(spec())
