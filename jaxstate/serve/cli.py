@@ -27,6 +27,7 @@ OK, SOME_FAILED, USAGE, BROKEN, BROKEN_PIPE = 0, 1, 2, 4, 141
 
 def main(argv: list[str]) -> int:
     """Run a command line and return its exit code."""
+    files.hold_standard()
     verb, rest = ("batch", argv)
     if argv and argv[0] in VERBS:
         verb, rest = argv[0], argv[1:]
@@ -57,12 +58,15 @@ def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
     sampling = _sampling(options)
     with contextlib.ExitStack() as stack:
         input_fd = files.open_input(options.input)
-        if options.stats is not None:
-            files.check_writable(options.stats, "the stats")
+        if options.input != "-":
+            stack.callback(os.close, input_fd)
         output = files.Output(options.output, input_fd=input_fd, overwrite=options.overwrite)
         stack.callback(output.close)
-        if input_fd != files.STDIN:
-            stack.callback(os.close, input_fd)
+        if options.stats is not None:
+            files.check_writable(options.stats, "the stats")
+            # Once the output exists, a path that leads there does so however it is spelled.
+            ends = {"the input": input_fd, "the output": output.fd}
+            files.check_apart(options.stats, "the stats", ends)
         report = Report(_progress_mode(options))
         model = _load(options, report)
         model.engine.compile()
@@ -83,7 +87,7 @@ def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
         begin = time.monotonic()
         output.begin()
         report.begin()
-        done = False
+        done, told = False, True
         try:
             batch.run()
             done = True
@@ -96,13 +100,26 @@ def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
             for line in summary.lines():
                 report.say(line)
             if options.stats is not None:
-                Path(options.stats).write_text(json.dumps(summary.as_dict(), indent=2) + "\n")
+                told = _write_stats(options.stats, summary)
+    if not told:
+        return BROKEN
     return SOME_FAILED if batch.counts.failed else OK
+
+
+def _write_stats(name: str, summary: Summary) -> bool:
+    """Write the summary; whether that went well. It never hides how the run itself ended."""
+    try:
+        Path(name).write_text(json.dumps(summary.as_dict(), indent=2) + "\n")
+    except OSError as error:
+        _complain(f"cannot write the stats {name}: {error.strerror}; what rows there are stay")
+        return False
+    return True
 
 
 def run_info(options: argparse.Namespace, interrupts: Interrupts) -> int:
     """Print what a model keeps and how much of it fits; return the exit code."""
     del interrupts
+    files.check_open(files.STDOUT, "standard output", os.O_RDONLY)
     model = _load(options, Report("none"))
     text = "".join(f"{name:<10}{text}\n" for name, text in model.describe())
     os.write(files.STDOUT, text.encode())

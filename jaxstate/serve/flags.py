@@ -103,22 +103,32 @@ def batch_parser() -> argparse.ArgumentParser:
     default = SamplingParams()
     add(
         "--max-tokens",
-        type=int,
+        type=_integer,
         metavar="N",
         help=f"tokens to generate at most ({default.max_tokens})",
     )
-    add("--temperature", type=float, metavar="T", help="0 takes the likeliest token (0)")
-    add("--top-k", type=int, metavar="K", help="keep only the K likeliest tokens; 0 keeps all (0)")
+    add("--temperature", type=_number, metavar="T", help="0 takes the likeliest token (0)")
+    add(
+        "--top-k",
+        type=_integer,
+        metavar="K",
+        help="keep only the K likeliest tokens; 0 keeps all (0)",
+    )
     add(
         "--top-p",
-        type=float,
+        type=_number,
         metavar="P",
         help="keep the likeliest tokens up to this probability (1)",
     )
     add(
-        "--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest (0)"
+        "--min-p",
+        type=_number,
+        metavar="P",
+        help="drop tokens below this share of the likeliest (0)",
     )
-    add("--seed", type=int, metavar="N", help="draws depend on seed, id and position alone (0)")
+    add(
+        "--seed", type=_integer, metavar="N", help="draws depend on seed, id and position alone (0)"
+    )
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     add("--ignore-eos", action="store_true", help="go on past the model's end token")
     return parser
@@ -172,11 +182,22 @@ def _length(text: str) -> int:
     return _whole(text, 2, ", a token of prompt and a generated one")
 
 
-def _whole(text: str, least: int, why: str = "") -> int:
+def _integer(text: str) -> int:
     try:
-        value = int(text)
+        return int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number") from error
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number") from error
+
+
+def _whole(text: str, least: int, why: str = "") -> int:
+    value = _integer(text)
     if value < least:
         raise argparse.ArgumentTypeError(f"{text} is below {least}{why}")
     return value

@@ -16,6 +16,7 @@ MAX_LINE = 16 << 20
 """Bytes of the longest line that is read; of a longer one only the fact is kept."""
 
 _CHUNK = 1 << 16
+_READS = 4  # at most, before the caller has its turn
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -46,9 +47,14 @@ class LineReader:
         return self._closed and not self._ready
 
     def next(self, timeout: float = 0.0) -> Line | None:
-        """Return the next line, or None when none came in time (see `ended`)."""
-        while not self._ready and not self._closed:
-            if not select.select([self._fd], [], [], timeout)[0]:
+        """Return the next line, or None when none came in time or in a few reads (see `ended`).
+
+        However long a line is, or a run of blank ones, the caller gets to look at other things.
+        """
+        for i in range(_READS):
+            if self._ready or self._closed:
+                break
+            if not select.select([self._fd], [], [], 0.0 if i else timeout)[0]:
                 return None
             self._read()
         if not self._ready:

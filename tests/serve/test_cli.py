@@ -3,13 +3,16 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 import jaxstate.serve.model
 from jaxstate.errors import CheckpointError, PlanError, SpecError
-from jaxstate.serve import files
+from jaxstate.serve import files, lines
 from jaxstate.serve.cli import main
 
 
@@ -161,6 +164,9 @@ def test_the_summary_alone_when_no_progress_is_wanted(model, prompts, results, c
         (["--rows", "0"], "0 is below 1"),
         (["--rows", "many"], "'many' is not a whole number"),
         (["--rows", "1" * 5000], "is not a whole number"),
+        (["--max-tokens", "abc"], "'abc' is not a whole number"),
+        (["--seed", "1.5"], "'1.5' is not a whole number"),
+        (["--top-p", "much"], "'much' is not a number"),
         (["--max-len", "1"], "1 is below 2, a token of prompt and a generated one"),
         (["--checkpoints", "-1"], "-1 is below 0"),
         (["--row", "3"], "--row 3; did you mean --rows?"),
@@ -250,6 +256,7 @@ def test_a_closed_standard_input_or_output_is_a_wrong_command_line(
     assert model.asked == []
 
 
+@pytest.mark.timeout(20)
 def test_rows_wait_for_a_pipe_that_does_not_block(monkeypatch):
     source, sink = os.pipe()
     os.set_blocking(sink, False)
@@ -257,20 +264,152 @@ def test_rows_wait_for_a_pipe_that_does_not_block(monkeypatch):
     output = files.Output("-", input_fd=source, overwrite=False)
     row = bytes(range(256)) * 1024  # more than a pipe holds
     got = []
-    reader = threading.Thread(target=lambda: got.append(read_all(source, len(row))))
+    reader = threading.Thread(target=lambda: got.append(read_all(source)), daemon=True)
     reader.start()
-    output.write(row)
-    reader.join()
+    try:
+        output.write(row)
+    finally:
+        os.close(sink)  # ends the reader, however the writer fared
+        reader.join(timeout=10)
     assert got == [row]
-    for fd in (source, sink):
-        os.close(fd)
+    os.close(source)
 
 
-def read_all(fd: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        data += os.read(fd, 4096)
-    return data
+def read_all(fd: int) -> bytes:
+    parts = []
+    while part := os.read(fd, 4096):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("which", ["input", "output", "link to the output", "standard output"])
+def test_stats_never_overwrite_the_input_or_the_rows(
+    model, prompts, results, tmp_path, monkeypatch, capfd, which
+):
+    before = prompts.read_text()
+    link = tmp_path / "link"
+    link.symlink_to(results)  # which is not there yet
+    (tmp_path / "folder").mkdir()
+    stats = {
+        "input": prompts, "output": tmp_path / "folder" / ".." / results.name,
+    }.get(which, results if which == "standard output" else link)  # fmt: skip
+    arguments = ["m", "-i", prompts, "--stats", stats]
+    if which == "standard output":
+        sink = os.open(results, os.O_WRONLY | os.O_CREAT)
+        monkeypatch.setattr(files, "STDOUT", sink)
+    else:
+        arguments += ["-o", results]
+    assert run(*arguments) == 2
+    end = "input" if which == "input" else "output"
+    assert f"the stats {stats} is the file of the {end} itself" in capfd.readouterr().err
+    assert model.asked == []
+    assert prompts.read_text() == before
+    assert results.exists() == (which == "standard output"), "a file made in vain goes away"
+
+
+def test_stats_and_rows_may_both_go_to_a_device(model, prompts):
+    assert run("m", "-i", prompts, "-o", os.devnull, "--stats", os.devnull) == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_stats_that_cannot_be_written_are_named(model, prompts, results, rows_of, capfd):
+    assert run("m", "-i", prompts, "-o", results, "--stats", "/dev/full") == 4
+    assert "cannot write the stats /dev/full: No space left" in capfd.readouterr().err
+    assert len(rows_of(results)) == 9
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    model.engine.before_step = interrupt
+    assert run("m", "-i", prompts, "-o", results, "--overwrite", "--stats", "/dev/full") == 143
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+def test_two_runs_into_one_output_lose_no_rows(model, prompts, results, rows_of, capfd, flags):
+    codes = []
+
+    def another():
+        if model.engine.steps == 0:  # nothing is written yet
+            codes.append(run("m", "-i", prompts, "-o", results, *flags))
+
+    def load_meanwhile():
+        codes.append(run("m", "-i", prompts, "-o", results, *flags))
+
+    model.engine.before_step = another
+    model.engine.compile = load_meanwhile
+    assert run("m", "-i", prompts, "-o", results, *flags) == 0
+    assert codes == [2, 2]
+    assert f"another run is writing the output {results}" in capfd.readouterr().err
+    assert len(rows_of(results)) == 9
+    model.engine.before_step = model.engine.compile = lambda: None
+    assert run("m", "-i", prompts, "-o", results, "--overwrite") == 0, "the lock ends with the run"
+
+
+@pytest.mark.timeout(20)
+def test_an_input_appended_to_itself_is_refused(model, prompts, monkeypatch, capfd):
+    before = prompts.read_text()
+    sink = os.open(prompts, os.O_WRONLY | os.O_APPEND)
+    monkeypatch.setattr(files, "STDOUT", sink)
+    assert run("m", "-i", prompts) == 2
+    assert "standard output is the input itself" in capfd.readouterr().err
+    assert prompts.read_text() == before
+    os.close(sink)
+
+
+def shell(script: str, *arguments) -> subprocess.CompletedProcess:
+    """Run the command line with `$RUN` in a shell, with an engine that needs no device."""
+    code = (
+        "import sys, jaxstate.serve.model\n"
+        "from tests.serve.conftest import FakeModel\n"
+        "from jaxstate.serve.cli import main\n"
+        "jaxstate.serve.model.load = lambda *_, **__: FakeModel()\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        ["sh", "-c", script, "sh", *map(str, arguments)], cwd=root, capture_output=True, timeout=60,
+        check=False, env=os.environ | {"PYTHONPATH": str(root), "PY": sys.executable, "CODE": code},
+    )  # fmt: skip
+
+
+def test_a_closed_standard_error_is_no_fault(prompts, results, rows_of):
+    ran = shell('"$PY" -c "$CODE" m -i "$1" 2>&-', prompts)
+    assert ran.returncode == 0
+    assert len(rows_of(ran.stdout.decode())) == 9, "and no messages among the rows"
+    ran = shell('"$PY" -c "$CODE" m -i nowhere 2>&-')
+    assert (ran.returncode, ran.stdout) == (2, b"")
+
+
+def test_a_closed_standard_output_leaves_no_stale_bytes_in_the_output(prompts, results, rows_of):
+    results.write_text("stale\n" * 1000)
+    ran = shell('"$PY" -c "$CODE" m -i "$1" -o "$2" --overwrite >&- <&-', prompts, results)
+    assert ran.returncode == 0, ran.stderr.decode()
+    assert len(rows_of(results)) == 9
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [('m -i "$1" >&-', "output"), ("m <&-", "input"), ("info m >&-", "output")],
+)
+def test_rows_for_a_closed_descriptor_are_refused_not_lost(prompts, command, what):
+    ran = shell(f'"$PY" -c "$CODE" {command}', prompts)
+    assert ran.returncode == 2
+    assert f"standard {what} is closed" in ran.stderr.decode()
+
+
+def test_a_signal_is_heard_while_an_input_gives_no_line(model, monkeypatch, capfd):
+    reads = []
+
+    def read(fd, size):
+        reads.append(size)
+        if len(reads) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert len(reads) < 20, "went on reading"
+        return b"\0" * size
+
+    monkeypatch.setattr(lines.os, "read", read)
+    assert run("m", "-i", os.devnull) == 143
+    assert "stopped by SIGTERM" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -18,9 +18,8 @@ def read(data: bytes, *writes: bytes) -> list[Line]:
     os.close(sink)
     reader = LineReader(source)
     found = []
-    while (line := reader.next()) is not None:
-        found.append(line)
-    assert reader.ended
+    while not reader.ended:
+        found += [line] if (line := reader.next()) is not None else []
     os.close(source)
     return found
 
@@ -77,6 +76,22 @@ def test_no_more_is_read_than_is_asked_for(tmp_path):
     assert reader.next() == Line(1, b"0000000")
     assert os.lseek(fd, 0, os.SEEK_CUR) <= lines._CHUNK < path.stat().st_size
     assert reader.bytes_taken == 8
+    os.close(fd)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("byte", [b"\0", b"\n"])
+def test_an_input_that_never_gives_a_line_does_not_keep_the_caller(monkeypatch, byte):
+    """A device without lines and a file of blank ones look like this; signals went unheard."""
+    reads = []
+    monkeypatch.setattr(lines.os, "read", lambda fd, size: reads.append(fd) or byte * size)
+    fd = os.open(os.devnull, os.O_RDONLY)
+    reader = LineReader(fd)
+    for timeout in (0.0, 0.1):
+        reads.clear()
+        assert reader.next(timeout) is None
+        assert 1 <= len(reads) <= 4
+    assert not reader.ended
     os.close(fd)
 
 
