@@ -42,6 +42,8 @@ class PlainLine(msgspec.Struct, kw_only=True):
 FIELDS = PlainLine.__struct_fields__
 SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name in FIELDS)
 
+_SHORT = 100  # characters of a user's value that a message repeats
+
 _NAMES = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false"}
 _NAMES |= {"array": "a list", "object": "an object", "null": "null"}
 
@@ -93,7 +95,9 @@ class Plain:
                 name = given
             content = _read_fields(fields)
             if (first := self._lines.setdefault(name, line.number)) != line.number:
-                raise RequestError("duplicate_id", f"id {name!r} is that of line {first} too", "id")
+                raise RequestError(
+                    "duplicate_id", f"id {_short(name)} is that of line {first} too", "id"
+                )
             return _job(line, name, content, self._rules)
         except RequestError as error:
             return Refusal(line.number, name, error)
@@ -159,7 +163,10 @@ def result_row(job: Job, completion: Completion) -> dict[str, Any]:
 
 def error_row(line: int, name: str, error: RequestError) -> dict[str, Any]:
     """Return the row of a line that failed."""
-    what = {"code": error.code, "message": error.message, "param": error.param}
+    message = error.message
+    if len(message) > 6 * _SHORT:  # it repeats a value that was not made short before
+        message = f"{message[: 3 * _SHORT]} … {message[-3 * _SHORT :]}"
+    what = {"code": error.code, "message": message, "param": error.param}
     return {"id": name, "line": line, "error": what}
 
 
@@ -198,7 +205,7 @@ def _prompt(content: PlainLine, rules: Rules) -> list[int]:
             if not 0 <= token < rules.vocab_size:
                 raise RequestError(
                     "unsupported_value",
-                    f"prompt_ids[{i}] is {token}; the model's ids run from 0 to "
+                    f"prompt_ids[{i}] is {_short(token)}; the model's ids run from 0 to "
                     f"{rules.vocab_size - 1}",
                     "prompt_ids",
                 )
@@ -278,7 +285,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise RequestError("bad_json", f"the key {twice!r} stands there twice", _printable(twice))
+        raise RequestError(
+            "bad_json", f"the key {_short(twice)} stands there twice", _printable(twice)
+        )
     return content
 
 
@@ -291,7 +300,9 @@ def _read_fields(fields: dict[str, Any]) -> PlainLine:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(FIELDS)}"
-            raise RequestError("unknown_field", f"unknown field {name!r}; {hint}", _printable(name))
+            raise RequestError(
+                "unknown_field", f"unknown field {_short(name)}; {hint}", _printable(name)
+            )
     try:
         content = msgspec.convert(fields, PlainLine)
     except msgspec.ValidationError as error:
@@ -328,4 +339,10 @@ def _is_text(value: str) -> bool:
 
 
 def _printable(value: str) -> str | None:
-    return value if _is_text(value) else None
+    return value[:_SHORT] if _is_text(value) else None
+
+
+def _short(value: object) -> str:
+    """Return a value as a message shows it: rows do not repeat megabytes of a line."""
+    text = repr(value)
+    return text if len(text) <= _SHORT else f"{text[: _SHORT - 1]}…"

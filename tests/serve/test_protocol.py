@@ -259,3 +259,21 @@ def test_what_does_not_fit_is_too_long():
     assert error.message.endswith("needs 9 tokens, has room for 8; raise --max-len from 8")
     same = RequestError("empty_prompt", "no")
     assert protocol.as_request_error(same) is same
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"%s": 1}' % ("k" * 2_000_000),
+        '{"prompt": "a", "id": 1, "id": 2, "%s": 1}' % ("k" * 2_000_000),
+        '{"%s": 1, ' % ("k" * 2_000_000) + '"%s": 2}' % ("k" * 2_000_000),
+        '{"prompt": "a", "stop": ["%s", ""]}' % ("s" * 2_000_000),
+        '{"prompt_ids": [%s]}' % ("9" * 4000),
+        '{"prompt": "a", "seed": %s}' % ("9" * 4000),
+    ],
+)  # fmt: skip
+def test_an_error_row_does_not_repeat_megabytes_of_the_line(text):
+    refusal = protocol.Plain(RULES).parse(Line(1, text.encode()))
+    assert isinstance(refusal, protocol.Refusal)
+    row = protocol.error_row(refusal.line, refusal.id, refusal.error)
+    assert len(protocol.encode_row(row)) < 1000
