@@ -10,11 +10,16 @@ from typing import Any
 import jax
 
 from jaxstate.engine import Engine
+from jaxstate.errors import JaxstateError
 from jaxstate.lm import LM
 from jaxstate.serve.bounds import max_token_bytes
 from jaxstate.sizing import STATE_SHARE, Sizes, free_bytes
 from jaxstate.state.spec import GroupSpec, format_bytes
 from jaxstate.text import Tokenizer
+
+
+class PlatformError(JaxstateError):
+    """JAX has no device of the platform that it was told to use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +109,29 @@ def load(
     """Load a model folder, or `demo`; the keywords are the fields of `Sizes`.
 
     Raises:
+      PlatformError: there is no device to load it to.
       CheckpointError: the folder is not a model that jaxstate can load.
       SpecError: sizes that cannot be, or do not fit the device.
     """
     begin = time.monotonic()
+    _check_platform()
     lm = LM.load(name, dtype=dtype, sizes=Sizes(**sizes), report=report)
     vocab_size = lm.model.config.vocab_size
     token_bytes = None if lm.tokenizer is None else max_token_bytes(lm.tokenizer)
     load_s = time.monotonic() - begin
     return Loaded(name, lm.engine, lm.tokenizer, vocab_size, load_s, token_bytes)
+
+
+def _check_platform() -> None:
+    # The first to ask JAX for its devices, so that what it says is not the fault of anything else.
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+        raise PlatformError(
+            f"JAX cannot use the platform {jax.config.jax_platforms!r} on this machine"  # pyright: ignore[reportAttributeAccessIssue]
+            f"{f': {reason}' if reason else ''}; unset JAX_PLATFORMS, or set it to cpu"
+        ) from error
 
 
 def _describe_group(group: GroupSpec) -> str:

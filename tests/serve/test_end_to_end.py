@@ -9,9 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+
+from jaxstate.errors import JaxstateError
+from jaxstate.serve import model as serve_model
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("--rows", "3", "--max-len", "128", "--chunk-tokens", "64", "--decode-steps", "4")
@@ -203,6 +207,26 @@ def test_what_only_loading_can_find(serve, model, tmp_path, arguments, message):
     assert message in ran.stderr.decode()
     assert "Traceback" not in ran.stderr.decode()
     assert not out.exists()
+
+
+def test_a_platform_that_is_not_there_is_one_line(serve, model, environment, monkeypatch):
+    monkeypatch.setitem(environment, "JAX_PLATFORMS", "nonsense")
+    ran = serve("info", model)
+    assert ran.returncode == 2
+    assert ran.stdout == b""
+    [message] = ran.stderr.decode().splitlines()
+    assert "JAX cannot use the platform 'nonsense' on this machine: " in message
+
+
+def test_a_platform_without_a_reason_is_one_line(monkeypatch):
+    """JAX ends in a bare assertion where the CUDA plugin is not installed."""
+
+    def devices():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(JaxstateError, match=r"on this machine; unset JAX_PLATFORMS, or set"):
+        serve_model.load("demo", dtype=None, report=print)
 
 
 def test_help_is_quick_because_it_loads_nothing():
