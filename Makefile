@@ -3,7 +3,7 @@
 #
 #   make PYTHON=/path/to/python3.12   use this interpreter
 #   make EXTRAS=cuda12                also install an extra, for a machine with an NVIDIA GPU (or cuda13)
-#   make test PYTEST='-k text -x'     hand options to pytest
+#   make test PYTEST='-k text -x'     hand options to pytest, in place of two processes for the whole suite
 
 SHELL := bash
 .DEFAULT_GOAL := help
@@ -36,7 +36,7 @@ demo: $(run_stamp)
 	  | $(python) examples/show.py examples/prompts.jsonl
 
 test: lint
-	$(python) -m pytest $(PYTEST)
+	$(python) -m pytest $(if $(PYTEST),$(PYTEST),-n 2 --dist loadfile)
 
 lint: $(test_stamp)
 	$(python) -m ruff check
