@@ -13,7 +13,8 @@ PROG = "python -m jaxstate.serve"
 SIZES = ("rows", "max_len", "chunk_tokens", "decode_steps", "checkpoints")
 
 DESCRIPTION = """\
-Generate text for every line of a file. One line in, one row out, as soon as it is done.
+Generate text for every line of a file. One line in, one row out, as soon as it is done;
+blank lines give none.
 
   python -m jaxstate.serve MODEL [options]         generate (also: ... batch MODEL)
   python -m jaxstate.serve info MODEL [options]    show state layout and memory, generate nothing
