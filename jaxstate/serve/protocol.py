@@ -1,8 +1,8 @@
 """What a line of input may say, and what a row of output says: the file contract.
 
-Every line of input that is not blank gives exactly one row. A line that cannot be served gives an error row with a
-stable code; nothing in a line is ignored. Rows are strict JSON: a number that is not finite is
-null.
+Every line of input that is not blank gives exactly one row. A line that cannot be served gives an
+error row with a stable code; nothing in a line is ignored. Rows are strict JSON: a number that is
+not finite is null.
 """
 
 from __future__ import annotations
