@@ -17,7 +17,6 @@ from jaxstate.models.base import CausalLM, Config
 from jaxstate.models.checkpoint import CONFIG, WEIGHTS, Checkpoint
 from jaxstate.models.mamba import MambaConfig, MambaLM
 from jaxstate.models.mamba2 import Mamba2Config, Mamba2LM
-from jaxstate.models.tensors import Tensor
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "falcon_mamba": (MambaConfig, MambaLM),
@@ -105,11 +104,6 @@ def save_model(model: CausalLM, folder: str | pathlib.Path) -> None:
     (folder / CONFIG).write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
-
-
-def tensors_of(config: Config) -> list[Tensor]:
-    """Every tensor that a checkpoint of this config holds."""
-    return jax.tree.leaves(_blueprint(config, jnp.float32, jnp.float32))
 
 
 def _blueprint(config: Config, dtype: Any, state_dtype: Any) -> CausalLM:
