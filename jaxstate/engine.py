@@ -10,6 +10,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,43 +20,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxstate import compilation, scheduler
+from jaxstate import compilation, prefix_store, scheduler
 from jaxstate.errors import JaxstateError, RequestError, SpecError
 from jaxstate.models.base import CausalLM
 from jaxstate.plan import null_plan
+from jaxstate.prefix_store import Blocks, PrefixStore, Stored, ids_of
 from jaxstate.progress import Progress
 from jaxstate.request import MAX_STOP_IDS, Completion, Event, Request
 from jaxstate.scheduler import Planned, Running, Schedule
 from jaxstate.sizing import Sizes, choose
 from jaxstate.state.cache import poison_by_default
 from jaxstate.state.spec import CacheSpec
-from jaxstate.step import EngineState, Outcome, decode_step, prefill_step
+from jaxstate.stats import Stats
+from jaxstate.step import EngineState, Outcome, decode_step, place_step, prefill_step
 from jaxstate.text import Tokenizer
 
 Report = Callable[[str], None]
 
 IN_FLIGHT = 2
 """Steps dispatched and not yet observed: one runs while the next is planned."""
-
-
-@dataclasses.dataclass
-class Stats:
-    """Counters of one engine since it was made; times in seconds."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    plan_s: float = 0.0
-    wait_s: float = 0.0
-    compile_s: float = 0.0
-    programs: int = 0
-    late_compilations: int = 0
-    peak_blocks: dict[str, int] = dataclasses.field(default_factory=dict)
-    prefix: dict[str, int] = dataclasses.field(default_factory=dict)  # hits and reasons for misses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +108,7 @@ class Engine:
                 donate_argnums=1,
             ),
         }
+        self._place = jax.jit(place_step, donate_argnums=0)
         self._state: EngineState | None = None
 
     @property
@@ -287,6 +271,38 @@ class Engine:
         """Requests that wait for a row."""
         return len(self._queue) + len(self.schedule.waiting)
 
+    def load_prefixes(self, folder: str | os.PathLike) -> Stored:
+        """Reads back what `save_prefixes` left, as far as there are free blocks; files that are bad are named.
+
+        Raises:
+          SnapshotError: the folder is not there, or has states of another model or layout.
+          SpecError: prefix reuse is off.
+        """
+
+        def place(blocks: Blocks, state: dict[str, Any]) -> None:
+            self._state = self._place(self.state, ids_of(blocks), state)
+
+        self.schedule, stored = prefix_store.load(self._store(folder), self.schedule, place)
+        return stored
+
+    def save_prefixes(self, folder: str | os.PathLike, *, most_bytes: int | None = None) -> Stored:
+        """Writes the states kept for prompts that begin alike to a folder, one file each, the most valuable first.
+
+        Raises:
+          SnapshotError: the folder has states of another model or layout, or cannot be written.
+          SpecError: prefix reuse is off.
+        """
+
+        def fetch(blocks: Blocks) -> dict[str, Any]:
+            cache = self.state.cache
+            return jax.device_get({g: cache.read(g, i) for g, i in ids_of(blocks).items()})
+
+        return prefix_store.save(self._store(folder), self.schedule.index, fetch, most_bytes)
+
+    def _store(self, folder: str | os.PathLike) -> PrefixStore:
+        device = next(iter(self._params[0].devices()))
+        return PrefixStore.of(folder, self.model, self.shape, device)
+
     def _dispatch(self) -> bool:
         begin = time.perf_counter()
         while self._queue and len(self.schedule.waiting) < 2 * self.spec.rows:
@@ -303,15 +319,8 @@ class Engine:
         self._in_flight.append(_Dispatched(planned, outcome))
         for row in np.flatnonzero(planned.plan.admission.rows).tolist():
             self._admitted(after.rows[row])
-        stats, pool = self.stats, after.pool
-        stats.prefill_steps += planned.kind == "prefill"
-        stats.decode_steps += planned.kind == "decode"
-        for group in self.spec.names:
-            used = self.spec.blocks(group) - 1 - pool.free_count(group)
-            stats.peak_blocks[group] = max(stats.peak_blocks[group], used)
-        if planned.plan.prefill is not None:
-            stats.prompt_tokens += int(planned.plan.prefill.offsets[-1])
-        stats.plan_s += time.perf_counter() - begin
+        self.stats.dispatched(planned, after.pool)
+        self.stats.plan_s += time.perf_counter() - begin
         return True
 
     def _observe(self, dispatched: _Dispatched) -> list[Event]:
@@ -342,7 +351,7 @@ class Engine:
             )
             event = progress.push(tokens, logprobs, running.at) if tokens else None
             if outcome.bad[:, row].any() and (event is None or event.completion is None):
-                event = progress.fail(_non_finite(progress), event)
+                event = progress.break_off(event)
             if event is None:
                 continue
             if event.completion is not None:
@@ -356,9 +365,7 @@ class Engine:
         if running is None or progress is None or running.known:
             return
         progress.cached, progress.miss = running.cached, running.miss
-        self.stats.cached_tokens += running.cached
-        reason = running.miss or "hit"
-        self.stats.prefix[reason] = self.stats.prefix.get(reason, 0) + 1
+        self.stats.admitted(running)
 
     def _end(self, progress: Progress, event: Event, *, discard: bool = False) -> Event:
         request = progress.request
@@ -385,11 +392,3 @@ def _run_prefill(params, state, plan, *, tree, spec, poison):
 def _run_decode(params, state, plan, *, tree, spec, **options):
     model = jax.tree.unflatten(tree, params)
     return decode_step(model, spec, state, plan, **options)
-
-
-def _non_finite(progress: Progress) -> RequestError:
-    position = len(progress.request.prompt) + len(progress.tokens)
-    return RequestError(
-        "non_finite",
-        f"the model's scores for position {position} are not finite; the request was ended there",
-    )

@@ -17,6 +17,7 @@ from jaxstate.engine import Engine, Report
 from jaxstate.errors import CheckpointError, JaxstateError, RequestError
 from jaxstate.models import load_model
 from jaxstate.models.base import CausalLM
+from jaxstate.prefix_store import Stored
 from jaxstate.request import Completion, Event, Request, SamplingParams
 from jaxstate.runner import Runner
 from jaxstate.sequences import Outputs, Sequences
@@ -188,6 +189,28 @@ class LM:
           CapacityError: a sequence is longer than `max_len`.
         """
         return self._runner.restore(snapshot)
+
+    def save_prefixes(self, folder: str | os.PathLike, *, most_bytes: int | None = None) -> Stored:
+        """Writes the states kept for prompts that begin alike to a folder, for `load_prefixes` of a later run.
+
+        There is a file for each, the most valuable first, as far as `most_bytes` has room for them.
+
+        Raises:
+          SnapshotError: the folder has states of another model or layout, or cannot be written.
+          SpecError: prefix reuse is off.
+        """
+        return self.engine.save_prefixes(folder, most_bytes=most_bytes)
+
+    def load_prefixes(self, folder: str | os.PathLike) -> Stored:
+        """Reads back what `save_prefixes` left, as far as there is room; texts stay what they are without it.
+
+        What was computed with other sizes or versions, or is not whole, is passed over and named in the result.
+
+        Raises:
+          SnapshotError: the folder is not there, or has states of another model or layout.
+          SpecError: prefix reuse is off.
+        """
+        return self.engine.load_prefixes(folder)
 
     @functools.cached_property
     def _runner(self) -> Runner:

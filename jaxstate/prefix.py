@@ -37,6 +37,8 @@ class Checkpoint:
     uses: int = 0
     priority: float = 0.0
     pinned: bool = False
+    chain: tuple[Key, ...] = ()  # names of all 64-token prefixes up to this one
+    salt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,13 @@ class PrefixIndex:
     def insert(self, checkpoint: Checkpoint) -> PrefixIndex:
         """The index with this checkpoint, which is readable from now on."""
         return self._put(dataclasses.replace(checkpoint, priority=self.clock + checkpoint.cost))
+
+    def adopt(self, checkpoint: Checkpoint) -> PrefixIndex:
+        """The index with a checkpoint that another index has valued before, at `priority` above its clock."""
+        index = self.see(checkpoint.chain)
+        return index._put(
+            dataclasses.replace(checkpoint, priority=self.clock + checkpoint.priority)
+        )
 
     def use(self, key: Key) -> PrefixIndex:
         """The index after a hit."""

@@ -76,8 +76,13 @@ class Progress:
         )  # fmt: skip
         return Event(self.request.id, self._news(last=True), piece, completion)
 
-    def fail(self, error: RequestError, before: Event | None) -> Event:
-        """The last event of a request that broke, with the news of the same step, if there was any."""
+    def break_off(self, before: Event | None) -> Event:
+        """The last event of a request whose scores are not finite, with the news of the same step, if there was any."""
+        position = len(self.request.prompt) + len(self.tokens)
+        error = RequestError(
+            "non_finite",
+            f"the model's scores for position {position} are not finite; the request was ended there",
+        )
         last = self.finish("error", error=error)
         if before is None:
             return last

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 
 from jaxstate.errors import RequestError
 from jaxstate.models.base import CausalLM
+from jaxstate.models.identify import identify
 from jaxstate.plan import HostTables, PlanShape, StepPlan, null_plan
 from jaxstate.request import Request, SamplingParams
 from jaxstate.rules import check_plan
@@ -27,15 +27,12 @@ from jaxstate.sequences import Outputs, Sequences, moved
 from jaxstate.state.cache import StateCache
 from jaxstate.state.pool import BlockPool
 from jaxstate.state.sequence import Sequence, assign
-from jaxstate.state.snapshot import Identity, Snapshot
+from jaxstate.state.snapshot import Snapshot
 from jaxstate.state.spec import CacheSpec
 from jaxstate.state.tables import BlockTables
 from jaxstate.step import EngineState, Outcome, RowState, decode_step, prefill_step, resume_step
 from jaxstate.text import Tokenizer
 from pallas_kernels.rows import CHUNK
-
-SAMPLED = 64
-"""Weights of each tensor that enter a model's fingerprint."""
 
 
 class _Shape(PlanShape):
@@ -261,20 +258,6 @@ class Runner:
         return Outputs(
             tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)), tuple(texts), reasons
         )
-
-
-def identify(model: CausalLM) -> Identity:
-    """The model's name, and a hash of its config, its tensors' names, shapes and dtypes and a sample of each."""
-    named = jax.tree_util.tree_flatten_with_path(model)[0]
-    digest = hashlib.blake2b(repr(model.config).encode(), digest_size=16)
-    sample = jax.jit(lambda xs: [x.ravel()[:: max(1, x.size // SAMPLED)][:SAMPLED] for x in xs])
-    for (path, leaf), values in zip(
-        named, jax.device_get(sample([leaf for _, leaf in named])), strict=True
-    ):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        digest.update(f"{name} {leaf.shape} {leaf.dtype}".encode() + values.tobytes())
-    dtype = getattr(model, "dtype", named[0][1].dtype)
-    return Identity(type(model).__name__, digest.hexdigest(), np.dtype(dtype).name)
 
 
 def _run(params, state, plan, *, step, tree, **options):

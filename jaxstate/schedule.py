@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from jaxstate.plan import HostTables, PlanShape
-from jaxstate.prefix import Checkpoint, Key, PrefixIndex, block_keys
+from jaxstate.prefix import Checkpoint, Key, PrefixIndex, block_keys, holder_of
 from jaxstate.request import Request
 from jaxstate.state.pool import BlockPool
 from jaxstate.state.spec import CacheSpec
@@ -193,6 +193,23 @@ def publish(schedule: Schedule, staged: tuple[str, ...]) -> Schedule:
         index = schedule.index.insert(checkpoint)
         schedule = dataclasses.replace(schedule, pool=pool, staged=rest, index=index)
     return schedule
+
+
+def adopt(schedule: Schedule, stored: Checkpoint) -> tuple[Schedule, dict[str, int]] | None:
+    """The schedule with a checkpoint that was computed elsewhere, and the blocks that its state is to be put in.
+
+    None when it is there already, or when there is no free block: nothing is let go for it.
+    """
+    pool, one = schedule.pool, dict.fromkeys(schedule.spec.names, 1)
+    holder = f"{holder_of(stored.key)} stored"
+    if stored.key in schedule.index.nodes or holder in pool.held or not pool.fits(one):
+        return None
+    pool, ids = pool.allocate(holder, one)
+    blocks = {group: int(block[0]) for group, block in ids.items()}
+    pool = pool.seal(holder, ids)
+    checkpoint = dataclasses.replace(stored, blocks=blocks, holder=holder, writer=holder)
+    index = schedule.index.adopt(checkpoint)
+    return dataclasses.replace(schedule, pool=pool, index=index), blocks
 
 
 def forget_prefixes(schedule: Schedule) -> Schedule:

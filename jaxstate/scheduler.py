@@ -264,8 +264,9 @@ def _leave_checkpoints(
         blocks = {group: int(block[0]) for group, block in ids.items()}
         before = max([p for p in (running.cached, *_positions(schedule, running)) if p < position])
         checkpoint = Checkpoint(
-            key, position, blocks, holder, running.request.id, position - before
-        )
+            key, position, blocks, holder, running.request.id, position - before,
+            chain=running.keys[: position // CHUNK], salt=running.request.cache_salt,
+        )  # fmt: skip
         schedule = dataclasses.replace(
             schedule, pool=pool, index=index, evicted=schedule.evicted + evicted,
             staged={**schedule.staged, holder: checkpoint},

@@ -16,9 +16,10 @@ import numpy as np
 
 from jaxstate.errors import RequestError
 from jaxstate.state.cache import StateCache
+from jaxstate.state.identity import Identity
 from jaxstate.state.pool import BlockPool
 from jaxstate.state.sequence import Sequence, assign
-from jaxstate.state.snapshot import Identity, Snapshot
+from jaxstate.state.snapshot import Snapshot
 from jaxstate.state.spec import CacheSpec, format_bytes
 from jaxstate.state.tables import BlockTables
 from jaxstate.typing import Array, Float32

@@ -19,7 +19,7 @@ from jaxstate.sampling import Sampling, sample
 from jaxstate.state.cache import StateCache
 from jaxstate.state.spec import NULL, CacheSpec, GroupSpec
 from jaxstate.state.tables import BlockTables
-from jaxstate.typing import Array, Bool, Float32, Int32
+from jaxstate.typing import Array, Bool, Float32, Int32, PyTree
 from pallas_kernels.rows import RowIds, Rows
 
 
@@ -195,6 +195,16 @@ def decode_step(
     else:
         _, cache, rows, outcome = lax.fori_loop(0, steps, lambda _, carry: body(carry), first)
     return EngineState(tables, cache, rows), outcome
+
+
+def place_step(
+    state: EngineState, ids: dict[str, Int32[Array, "n"]], values: dict[str, PyTree]
+) -> EngineState:
+    """Puts states that were computed elsewhere, leaves `[layers, n, …]`, in free blocks; all other bytes stay."""
+    cache = state.cache
+    for group, value in values.items():
+        cache = cache.write(group, ids[group], value)
+    return state.replace(cache=cache)
 
 
 def packed_rows(

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import jaxstate as js
 from jaxstate.engine import Engine
 from jaxstate.models import Mamba2Config, from_random
-from jaxstate.runner import identify
+from jaxstate.models.identify import identify
 from tests.toy import VOCAB, ToyConfig, ToyLM, continue_by_hand, scores_by_hand, state_by_hand
 
 SIZES = js.Sizes(rows=4, max_len=96, chunk_tokens=64, decode_steps=4, checkpoints=0)

@@ -21,6 +21,7 @@ from jaxstate.serve.flags import PROG, SIZES, batch_parser, info_parser
 from jaxstate.serve.lines import Line, LineReader
 from jaxstate.serve.report import Report, Summary
 from jaxstate.serve.signals import Interrupted, Interrupts
+from jaxstate.serve.store import Store
 
 OK, SOME_FAILED, USAGE, BROKEN, BROKEN_PIPE = 0, 1, 2, 4, 141
 
@@ -69,6 +70,10 @@ def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
             files.check_apart(options.stats, "the stats", ends)
         report = Report(_progress_mode(options))
         model = _load(options, report)
+        store = None
+        if options.prefix_store is not None:
+            store = Store(options.prefix_store, options.prefix_store_bytes, model.engine, report)
+            store.open()
         model.engine.compile()
 
         reader = LineReader(input_fd)
@@ -87,16 +92,23 @@ def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
         begin = time.monotonic()
         output.begin()
         report.begin()
-        done, told = False, True
+        done, sound, told = False, False, True
         try:
             batch.run()
-            done = True
+            done = sound = True
         except JaxstateError as error:
             raise RuntimeError("the engine broke a rule of its own") from error
+        except (Interrupted, OSError):
+            sound = True
+            raise
         finally:
             report.end()
             seconds = time.monotonic() - begin
-            summary = Summary(batch.counts, model.load_s, seconds, model.stats(), done)
+            stats = model.stats()
+            if store is not None and sound:
+                store.save()
+                stats["prefix_store"] = store.counts
+            summary = Summary(batch.counts, model.load_s, seconds, stats, done)
             for line in summary.lines():
                 report.say(line)
             if options.stats is not None:

@@ -10,6 +10,7 @@ from jaxstate.request import SamplingParams
 from jaxstate.serve import protocol
 
 PROG = "python -m jaxstate.serve"
+STORE_BYTES = "8GiB"
 SIZES = ("rows", "max_len", "chunk_tokens", "decode_steps", "checkpoints")
 
 DESCRIPTION = """\
@@ -100,6 +101,11 @@ def batch_parser() -> argparse.ArgumentParser:
     add("--progress", choices=("auto", "plain", "none"), default="auto",
         help="on standard error: a live line on a terminal, else a plain one every few seconds")  # fmt: skip
     add("--stats", metavar="FILE", help="write the summary as JSON")
+    add = parser.add_argument_group("prompts that begin alike").add_argument
+    add("--prefix-store", metavar="DIR",
+        help="read states that earlier runs kept from this folder, and write this run's when it ends")  # fmt: skip
+    add("--prefix-store-bytes", type=_bytes, default=_bytes(STORE_BYTES), metavar="N",
+        help=f"what the folder may take, in bytes or as 500MiB or 2TiB ({STORE_BYTES})")  # fmt: skip
     add = parser.add_argument_group("sampling, where a line does not say").add_argument
     default = SamplingParams()
     add(
@@ -188,6 +194,14 @@ def _integer(text: str) -> int:
         return int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number") from error
+
+
+def _bytes(text: str) -> int:
+    number, unit = text, 1
+    for power, name in enumerate(("KiB", "MiB", "GiB", "TiB"), 1):
+        if text.endswith(name):
+            number, unit = text.removesuffix(name), 1024**power
+    return _whole(number, 0) * unit
 
 
 def _number(text: str) -> float:

@@ -1,12 +1,32 @@
 """An engine that needs no device: it says every prompt backwards, one token a step."""
 
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from jaxstate.errors import CapacityError, RequestError
 from jaxstate.request import Completion, Event, Request
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A small checkpoint with random weights, and a tokenizer with a token for each ASCII character."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(FIXTURES / "mamba2" / name, folder)
+    vocab = {chr(0x20 + i): i for i in range(95)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 class Backwards:

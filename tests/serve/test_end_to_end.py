@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import jax
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from jaxstate.errors import JaxstateError
 from jaxstate.serve import model as serve_model
@@ -29,22 +26,13 @@ def environment(tmp_path_factory):
     return os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": path}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A small checkpoint with random weights, and a tokenizer with a token for each ASCII character."""
-    folder = tmp_path_factory.mktemp("model")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(ROOT / "tests" / "fixtures" / "mamba2" / name, folder)
-    vocab = {chr(0x20 + i): i for i in range(95)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.decoder = decoders.Fuse()
-    backend.save(str(folder / "tokenizer.json"))
-    return folder
+@pytest.fixture
+def model(checkpoint):
+    return checkpoint
 
 
 @pytest.fixture
-def serve(model, environment):
+def serve(environment):
     """Run the command; its exit code, standard output and standard error."""
 
     def serve(*arguments, stdin: bytes = b"") -> subprocess.CompletedProcess:
@@ -243,3 +231,18 @@ def test_help_is_quick_because_it_loads_nothing():
     out = ran.stdout.decode()
     assert "examples:" in out
     assert "exit codes:" in out
+
+
+def test_an_interrupted_run_keeps_its_states(start, tmp_path):
+    path, out, store = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "store"
+    line = {"prompt_ids": [5] * 100, "max_tokens": 9, "ignore_eos": True}
+    path.write_text((json.dumps(line) + "\n") * 50_000)
+    run = start("-i", path, "-o", out, *SIZES, "--prefix-store", store)
+    while not out.exists() or out.stat().st_size < 2000:
+        assert run.poll() is None, run.stderr.read().decode()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 143, err.decode()
+    assert f"prefixes  1 state (23.3 KiB) written to {store}" in err.decode()
+    assert len(list(store.iterdir())) == 1

@@ -1,0 +1,44 @@
+"""What an engine has done so far, in numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxstate.scheduler import Planned, Running
+from jaxstate.state.pool import BlockPool
+
+
+@dataclasses.dataclass
+class Stats:
+    """Counters of one engine since it was made; times in seconds."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    plan_s: float = 0.0
+    wait_s: float = 0.0
+    compile_s: float = 0.0
+    programs: int = 0
+    late_compilations: int = 0
+    peak_blocks: dict[str, int] = dataclasses.field(default_factory=dict)
+    prefix: dict[str, int] = dataclasses.field(default_factory=dict)  # hits and reasons for misses
+
+    def dispatched(self, planned: Planned, pool: BlockPool) -> None:
+        """Counts a step that is on its way; `pool` is the account while it runs."""
+        self.prefill_steps += planned.kind == "prefill"
+        self.decode_steps += planned.kind == "decode"
+        for group, refs in pool.refs.items():
+            used = len(refs) - 1 - pool.free_count(group)
+            self.peak_blocks[group] = max(self.peak_blocks.get(group, 0), used)
+        if planned.plan.prefill is not None:
+            self.prompt_tokens += int(planned.plan.prefill.offsets[-1])
+
+    def admitted(self, running: Running) -> None:
+        """Counts a request that got its row for the first time."""
+        self.cached_tokens += running.cached
+        reason = running.miss or "hit"
+        self.prefix[reason] = self.prefix.get(reason, 0) + 1
