@@ -5,9 +5,11 @@ outside the pool reads as NaN (the largest value for integers) and is dropped by
 never wrapped or clamped onto somebody else's block.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 
 def _fill(dtype) -> float | int | bool:
@@ -50,13 +52,72 @@ def write_blocks(
     )
 
 
+def update_blocks(
+    pool: Float[Array, "layers blocks ..."],
+    layer: int | Int[Array, ""],
+    read_ids: Int[Array, "n"],
+    write_ids: Int[Array, "n"],
+    update: Callable[[Array, PyTree], Array],
+    inputs: PyTree,
+    output: Callable[[Array, PyTree], Array],
+    maps: PyTree,
+) -> tuple[Float[Array, "n ..."], Float[Array, "layers blocks ..."]]:
+    """`state = update(block, inputs[i])` of each pair of ids, one after another in place, in float32.
+
+    Returns `output(state, maps[i])` of each, unspecified where nothing is written, and the pool. Reads and writes as
+    `read_blocks` and `write_blocks` do, but a pair reads what the pairs before it wrote.
+    """
+    blocks, rest = pool.shape[1], pool.shape[2:]
+    layer = jnp.asarray(layer, jnp.int32)
+    inside = (read_ids > 0) & (read_ids < blocks)
+    instead = jnp.where(read_ids == 0, jnp.float32(0), jnp.float32(jnp.nan))
+    writes = (write_ids > 0) & (write_ids < blocks)
+    source = jnp.where(inside, read_ids, 0)
+    # A pair that must not write puts back what it has read.
+    target = jnp.where(writes, write_ids, source)
+    start = (jnp.int32(0),) * len(rest)
+
+    def one(pool, pair):
+        inside, instead, writes, source, target, inputs, maps = pair
+        old = lax.dynamic_slice(
+            pool, (layer, source, *start), (1, 1, *rest), allow_negative_indices=False
+        )
+        old = old.reshape(rest).astype(jnp.float32)
+        new = jnp.where(writes, update(jnp.where(inside, old, instead), inputs), old)
+        # One pass makes it; without the barrier it would be made twice, to be stored and for the output.
+        new = lax.optimization_barrier(new)
+        stored = new.reshape((1, 1, *rest)).astype(pool.dtype)
+        pool = lax.dynamic_update_slice(
+            pool, stored, (layer, target, *start), allow_negative_indices=False
+        )
+        return pool, output(new, maps)
+
+    # Computed once, not again for every pair.
+    pairs = lax.optimization_barrier((inside, instead, writes, source, target, inputs, maps))
+    pool, outputs = lax.scan(one, pool, pairs)
+    return outputs, pool
+
+
 def fill_blocks(
     pool: Shaped[Array, "layers blocks ..."], ids: Int[Array, "n"], value
 ) -> Shaped[Array, "layers blocks ..."]:
-    """The pool with `value` in every element of blocks `ids`, in all layers; id 0 is dropped."""
-    return pool.at[:, _drop_null(ids, pool.shape[1])].set(
-        jnp.asarray(value, pool.dtype), mode="drop", wrap_negative_indices=False
-    )
+    """The pool with `value` in every element of blocks `ids`, in all layers; id 0 is dropped.
+
+    Costs by the ids that are not dropped: of the many that a plan has room for most are 0.
+    """
+    ids = jnp.asarray(ids, jnp.int32)
+    live = (ids > 0) & (ids < pool.shape[1])
+    ids = ids[jnp.argsort(~live)]
+    block = jnp.full((pool.shape[0], 1, *pool.shape[2:]), value, pool.dtype)
+    start = (jnp.int32(0),) * (pool.ndim - 2)
+
+    def fill(n, pool):
+        at = lax.dynamic_index_in_dim(ids, n, keepdims=False, allow_negative_indices=False)
+        return lax.dynamic_update_slice(
+            pool, block, (jnp.int32(0), at, *start), allow_negative_indices=False
+        )
+
+    return lax.fori_loop(0, live.sum(), fill, pool)
 
 
 def copy_blocks(

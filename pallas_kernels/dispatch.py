@@ -12,13 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mosaic, reference, xla
+from pallas_kernels import cpu, mosaic, reference, xla
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"mosaic": mosaic, "reference": reference, "xla": xla}
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "cpu": cpu, "mosaic": mosaic, "reference": reference, "xla": xla,
+}  # fmt: skip
 # Those that run every call on every device.
 PORTABLE = ("reference", "xla")
 # Tried in this order when the caller names none; the last one runs everything.
-PREFERENCE = ("mosaic", "xla")
+PREFERENCE = ("mosaic", "cpu", "xla")
 
 
 def declines(name: str, op: str, operands: Mapping[str, Any]) -> str | None:

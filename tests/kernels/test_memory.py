@@ -41,14 +41,16 @@ def split(case):
     return operands, pools, static
 
 
-def layers(case, static):
+def layers(case, static, implementation=None):
     """The op for each layer of the stacked pools in turn."""
 
     def run(pools, operands):
         total = 0.0
         for layer in range(LAYERS):
             op = getattr(pk, case.op)
-            y, *updated = op(**operands, **pools, **static, layer=layer)
+            y, *updated = op(
+                **operands, **pools, **static, layer=layer, implementation=implementation
+            )
             pools = dict(zip([k for k in POOLS if k in pools], updated, strict=True))
             total = total + jnp.sum(y)
         return pools, total
@@ -68,10 +70,11 @@ def test_layers_in_a_row_update_donated_pools_in_place(case):
     assert {k: v.unsafe_buffer_pointer() for k, v in after.items()} == addresses
 
 
+@pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("case", DECODE, ids=lambda case: case.op)
-def test_a_loop_of_decode_steps_updates_donated_pools_in_place(case):
+def test_a_loop_of_decode_steps_updates_donated_pools_in_place(case, implementation):
     operands, pools, static = split(case)
-    run = layers(case, static)
+    run = layers(case, static, implementation)
 
     def loop(pools, operands):
         def body(_, carry):
@@ -82,6 +85,16 @@ def test_a_loop_of_decode_steps_updates_donated_pools_in_place(case):
 
     compiled = jax.jit(loop, donate_argnums=0).lower(pools, operands).compile()
     assert pool_copies(compiled, pools.values()) == []
+
+
+def test_blocks_are_filled_in_place_and_padding_costs_nothing():
+    # A scatter would make as many blocks of zeros as there are ids, most of them padding.
+    pool = jnp.ones((LAYERS, BLOCKS, 3, 24))
+    ids = jnp.zeros(500, jnp.int32)
+    fill = jax.jit(lambda pool, ids: pk.fill_blocks(pool, ids, 0), donate_argnums=0)
+    compiled = fill.lower(pool, ids).compile()
+    assert pool_copies(compiled, [pool]) == []
+    assert compiled.memory_analysis().temp_size_in_bytes < pool.nbytes
 
 
 def test_the_search_for_copies_finds_one():

@@ -1,0 +1,121 @@
+"""One-token steps for CPUs: row after row, each block read and written where it lies.
+
+A gather of all rows and a scatter back are passes of their own over the states, and slow ones in XLA's code for CPUs;
+a slice read and updated in place is neither. All else is as in `pallas_kernels.xla`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.blocks import update_blocks
+from pallas_kernels.xla.conv import conv_step
+from pallas_kernels.xla.gates import NO_LIMIT, live_outputs, step_size
+
+__all__ = ["mamba2_step", "selective_step", "supports"]
+
+
+def supports(op: str, operands: Mapping[str, Any]) -> str | None:
+    """Why these steps are not for this device; None if they are."""
+    platform = jax.default_backend()
+    return None if platform == "cpu" else f"it is for CPUs, and this is {platform}"
+
+
+def selective_step(
+    x: Float[Array, "R D"],
+    dt: Float[Array, "R D"],
+    A: Float[Array, "D N"],
+    B: Float[Array, "R N"],
+    C: Float[Array, "R N"],
+    skip: Float[Array, "D"] | None,
+    z: Float[Array, "R D"] | None,
+    dt_bias: Float[Array, "D"] | None,
+    states: Float[Array, "layers blocks N D"],
+    layer: int | Int[Array, ""],
+    read_ids: Int[Array, "R"],
+    write_ids: Int[Array, "R"],
+) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks N D"]]:
+    """`pallas_kernels.selective_step` row after row."""
+    x_, B, C = (v.astype(jnp.float32) for v in (x, B, C))
+    dt = step_size(dt, dt_bias)
+    A = A.astype(jnp.float32).T
+
+    def update(h, row):
+        dt, dx, B = row
+        return jnp.exp(dt * A) * h + B[:, None] * dx
+
+    def output(h, C):
+        return jnp.dot(C, h, precision=lax.Precision.HIGHEST)
+
+    y, states = update_blocks(
+        states, layer, read_ids, write_ids, update, (dt, dt * x_, B), output, C
+    )
+    if skip is not None:
+        y = y + skip.astype(jnp.float32) * x_
+    if z is not None:
+        y = y * jax.nn.silu(z.astype(jnp.float32))
+    return _outputs(y, states, write_ids).astype(x.dtype), states
+
+
+def mamba2_step(
+    xbc: Float[Array, "R DC"],
+    dt: Float[Array, "R H"],
+    conv_weight: Float[Array, "K DC"],
+    conv_bias: Float[Array, "DC"] | None,
+    A: Float[Array, "H"],
+    skip: Float[Array, "H"] | None,
+    dt_bias: Float[Array, "H"] | None,
+    windows: Float[Array, "layers blocks K-1 DC"],
+    states: Float[Array, "layers blocks H P N"],
+    layer: int | Int[Array, ""],
+    read_ids: Int[Array, "R"],
+    write_ids: Int[Array, "R"],
+    *,
+    n_groups: int,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    activation: str | None = "silu",
+) -> tuple[
+    Float[Array, "R H P"],
+    Float[Array, "layers blocks K-1 DC"],
+    Float[Array, "layers blocks H P N"],
+]:
+    """`pallas_kernels.mamba2_step` row after row."""
+    xbc, windows = conv_step(
+        xbc, conv_weight, conv_bias, windows, layer, read_ids, write_ids, activation=activation
+    )
+    heads, width, size = states.shape[2:]
+    x, B, C = jnp.split(
+        xbc.astype(jnp.float32), [heads * width, heads * width + n_groups * size], axis=-1
+    )
+    x = x.reshape((-1, n_groups, heads // n_groups, width))
+    B, C = (v.reshape((-1, n_groups, size)) for v in (B, C))
+    dt = step_size(dt, dt_bias, dt_limit)
+    decay = jnp.exp(dt * A.astype(jnp.float32)).reshape(x.shape[:3])
+    dx = dt.reshape(x.shape[:3])[..., None] * x
+
+    def update(h, row):
+        decay, dx, B = row
+        h = h.reshape((*dx.shape, size))
+        h = decay[..., None, None] * h + dx[..., None] * B[:, None, None, :]
+        return h.reshape(states.shape[2:])
+
+    def output(h, C):
+        h = h.reshape((n_groups, -1, size))
+        y = jnp.einsum("gkn,gn->gk", h, C, precision=lax.Precision.HIGHEST)
+        return y.reshape((heads, width))
+
+    y, states = update_blocks(states, layer, read_ids, write_ids, update, (decay, dx, B), output, C)
+    if skip is not None:
+        y = y + skip.astype(jnp.float32)[:, None] * x.reshape(y.shape)
+    return _outputs(y, states, write_ids).astype(xbc.dtype), windows, states
+
+
+def _outputs(y: Float[Array, "R ..."], states: Array, write_ids: Int[Array, "R"]) -> Array:
+    """The outputs, 0 of null rows and NaN of rows whose write id is outside the pool."""
+    stray = (write_ids < 0) | (write_ids >= states.shape[1])
+    y = jnp.where(stray.reshape((-1,) + (1,) * (y.ndim - 1)), jnp.nan, y)
+    return live_outputs(y, write_ids != 0)
