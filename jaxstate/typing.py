@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key, UInt32
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int, Int32, Key, UInt32
 
 PyTree = Any
 
 Device = Any
 """A `jax.Device`, which jax does not export as a type."""
 
-__all__ = ["Array", "Bool", "Device", "Float", "Float32", "Int", "Int32", "Key", "PyTree", "UInt32"]
+__all__ = [
+    "Array", "BFloat16", "Bool", "Device", "Float", "Float32", "Int", "Int32", "Key", "PyTree", "UInt32",
+]  # fmt: skip

@@ -156,8 +156,7 @@ class CausalLM(nnx.Module):
         cache: StateCache,
     ) -> tuple[Array, StateCache]:
         residual = self.embeddings(tokens)
-        if self.config.residual_in_fp32:
-            residual = residual.astype(jnp.float32)
+        residual = residual.astype(jnp.float32 if self.config.residual_in_fp32 else self.dtype)
         pools = cache.groups[self.GROUP]
         for i, layer in enumerate(self.blocks):
             residual, pools = block(layer, residual, pools, np.int32(i), rows[self.GROUP])
@@ -176,10 +175,11 @@ class CausalLM(nnx.Module):
 
     def describe(self) -> str:
         """One line: family, layers, sizes."""
-        c = self.config
+        c, kept = self.config, self.embeddings.weight.dtype
+        matrices = "" if kept == self.dtype else f" (matrices in {kept.name})"
         return (
             f"{c.model_type}: {c.num_hidden_layers} layers of {c.hidden_size}, vocabulary {c.vocab_size}, "
-            f"{self.parameters:,} parameters in {self.dtype.name}, "
+            f"{self.parameters:,} parameters in {self.dtype.name}{matrices}, "
             f"{format_bytes(self.state_bytes)} of state a sequence"
         )
 

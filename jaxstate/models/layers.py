@@ -6,6 +6,7 @@ Each takes and returns the dtype of the model; sums, norms and gates are float32
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import jax
@@ -15,7 +16,7 @@ from jax import lax
 
 from jaxstate.models import tensors
 from jaxstate.models.tensors import Tensor
-from jaxstate.typing import Array, Float, Float32, Int
+from jaxstate.typing import Array, BFloat16, Float, Float32, Int
 
 
 def parameter(*args: Any, **kwargs: Any) -> nnx.Param[Array]:
@@ -28,15 +29,49 @@ def value(parameter: nnx.Param[Array] | None) -> Array | None:
     return None if parameter is None else parameter[...]
 
 
+SPLIT_ROWS = 64
+"""Up to so many rows a product is bound by reading the matrix, not by arithmetic."""
+
+
 def matmul(
-    x: Float[Array, "... n"], weight: Float[Array, "n m"], dtype: Any
+    x: Float[Array, "... n"], weight: Float[Array, "m n"], dtype: Any
 ) -> Float[Array, "... m"]:
-    """`x @ weight` in `dtype`, summed in float32; float32 operands are not rounded, as a GPU would by default."""
-    return jnp.matmul(x, weight, precision=_precision(weight), preferred_element_type=dtype)
+    """`x @ weight.T` in `dtype`, summed in float32; float32 operands are not rounded, as a GPU would by default.
+
+    A bfloat16 `weight` loses nothing beside a float32 `x`: few rows are split into bfloat16 parts (see `split`), so
+    that the matrix is read as it is; for many rows it is widened.
+    """
+    if x.dtype != jnp.float32 or weight.dtype != jnp.bfloat16:
+        return _product(x, weight, dtype)
+    rows = math.prod(x.shape[:-1])
+    if rows > SPLIT_ROWS:
+        return _product(x, weight.astype(jnp.float32), dtype)
+    y = _product(split(x).reshape((3 * rows, -1)), weight, jnp.float32)
+    # The small ones first, which rounds less.
+    small, middle, large = y.reshape((3, *x.shape[:-1], -1))
+    return (small + middle + large).astype(dtype)
 
 
-def _precision(weight: Array) -> lax.Precision:
-    return lax.Precision.HIGHEST if weight.dtype == jnp.float32 else lax.Precision.DEFAULT
+def _product(x: Array, weight: Array, dtype: Any) -> Array:
+    exact = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else lax.Precision.DEFAULT
+    contracted = ((x.ndim - 1,), (1,)), ((), ())
+    return lax.dot_general(x, weight, contracted, precision=exact, preferred_element_type=dtype)
+
+
+def split(x: Float32[Array, "... n"]) -> BFloat16[Array, "3 ... n"]:
+    """Three numbers whose sum is `x` to the last of float32's 24 bits, the smallest first.
+
+    Their products with bfloat16 numbers are exact in float32.
+    """
+    # Made once, not again for each part.
+    x = lax.optimization_barrier(x)
+    parts = []
+    for _ in range(3):
+        # Not a cast to and fro, which a compiler may take for superfluous.
+        part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return jnp.stack(parts[::-1])
 
 
 def rms_normalise(x: Float[Array, "... d"], eps: float) -> Float32[Array, "... d"]:
@@ -77,18 +112,15 @@ class GatedRMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """An affine map; the matrix is kept `[in, out]`."""
+    """An affine map."""
 
     def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool = False):
-        self.weight = parameter(
-            f"{name}.weight", (outputs, inputs), tensors.fan_in, layout="matrix"
-        )
+        self.weight = parameter(f"{name}.weight", (outputs, inputs), tensors.fan_in, factor=True)
         self.bias = parameter(f"{name}.bias", (outputs,), tensors.zeros) if bias else None
 
     def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
-        """`x W + b`."""
-        weight = self.weight[...]
-        y = matmul(x, weight, weight.dtype)
+        """`W x + b`."""
+        y = matmul(x, self.weight[...], x.dtype)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -96,9 +128,7 @@ class ShortConv(nnx.Module):
     """The weights of a causal depthwise convolution; the ops of `pallas_kernels` apply them."""
 
     def __init__(self, name: str, channels: int, taps: int, *, bias: bool):
-        self.weight = parameter(
-            f"{name}.weight", (channels, 1, taps), tensors.fan_in, layout="conv"
-        )
+        self.weight = parameter(f"{name}.weight", (channels, 1, taps), tensors.fan_in, conv=True)
         self.bias = parameter(f"{name}.bias", (channels,), tensors.zeros) if bias else None
 
 
@@ -106,7 +136,7 @@ class Embedding(nnx.Module):
     """A table of token vectors, which may serve as the head too."""
 
     def __init__(self, name: str, vocab: int, size: int):
-        self.weight = parameter(f"{name}.weight", (vocab, size), tensors.embedding)
+        self.weight = parameter(f"{name}.weight", (vocab, size), tensors.embedding, factor=True)
 
     def __call__(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens d"]:
         """The vectors of the tokens; NaN for an id outside the vocabulary, never a neighbour's vector."""
@@ -116,23 +146,15 @@ class Embedding(nnx.Module):
 
     def attend(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... vocab"]:
         """Scores of all tokens, as the head of a model whose head is tied to its embedding."""
-        table = self.weight[...]
-        return jnp.einsum(
-            "...d,vd->...v",
-            hidden.astype(table.dtype),
-            table,
-            precision=_precision(table),
-            preferred_element_type=jnp.float32,
-        )
+        return matmul(hidden, self.weight[...], jnp.float32)
 
 
 class Head(nnx.Module):
-    """The projection to token scores of a model whose head is its own; kept `[d, vocab]`."""
+    """The projection to token scores of a model whose head is its own."""
 
     def __init__(self, name: str, vocab: int, size: int):
-        self.weight = parameter(f"{name}.weight", (vocab, size), tensors.fan_in, layout="matrix")
+        self.weight = parameter(f"{name}.weight", (vocab, size), tensors.fan_in, factor=True)
 
     def attend(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... vocab"]:
         """Scores of all tokens."""
-        weight = self.weight[...]
-        return matmul(hidden.astype(weight.dtype), weight, jnp.float32)
+        return matmul(hidden, self.weight[...], jnp.float32)

@@ -50,7 +50,8 @@ def load_model(
     Args:
       folder: a local folder, in the published format or the first one (state-spaces).
       dtype: of weights and activations; None for the file's own on a GPU and float32 on a CPU. `A_log`, `D` and the
-        bias of dt stay float32 whatever it is.
+        bias of dt stay float32 whatever it is, and matrices that the file has in bfloat16 stay so in a float32 model,
+        which computes the same with half the bytes.
       state_dtype: of the recurrent state in the cache.
 
     Raises:

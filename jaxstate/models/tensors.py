@@ -3,8 +3,8 @@
 A model is first built with `Tensor`s where its arrays will be: a blueprint. Loading, saving and random initialisation
 are then each one `jax.tree.map` over that blueprint, and the list of tensors a checkpoint must hold is its leaves.
 
-Files keep a matrix as `[out, in]` and a depthwise convolution as `[channels, 1, taps]`. The model keeps `[in, out]` and
-`[taps, channels]`: on a CPU `x @ W` reads that 1.1 to 5 times faster than `x @ W.T` reads the other.
+Matrices are kept as files have them, `[out, in]`, each output's weights side by side: a CPU reads that fastest when it
+comes from memory. A depthwise convolution, `[channels, 1, taps]` in the file, is kept as `[taps, channels]`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +33,17 @@ class Tensor:
       name: its name in a published checkpoint.
       shape: its shape in the file.
       init: from a key and the file's shape to float32 random values.
-      layout: `same`, `matrix` (kept transposed) or `conv` (`[channels, 1, taps]` kept as `[taps, channels]`).
+      conv: `[channels, 1, taps]` in the file, kept as `[taps, channels]`.
       float32: kept in float32 whatever the dtype of the model.
+      factor: enters products alone (see `layers.matmul`); kept in bfloat16 in a float32 model if the file has it so.
     """
 
     name: str
     shape: tuple[int, ...]
     init: Init
-    layout: Literal["same", "matrix", "conv"] = "same"
+    conv: bool = False
     float32: bool = False
+    factor: bool = False
 
     def dtype(self, model_dtype: Any) -> Any:
         """The dtype it is kept in."""
@@ -49,33 +51,30 @@ class Tensor:
 
     def kept(self, value: Array, model_dtype: Any) -> Array:
         """The file's value as the model keeps it."""
-        return _keep(value, self.layout, self.dtype(model_dtype))
+        narrow = self.factor and value.dtype == jnp.bfloat16 and model_dtype == jnp.float32
+        return _keep(value, self.conv, value.dtype if narrow else self.dtype(model_dtype))
 
     def filed(self, value: Array) -> np.ndarray:
         """The model's value as the file has it."""
         array = np.asarray(value)
-        if self.layout == "matrix":
-            array = array.T
-        elif self.layout == "conv":
+        if self.conv:
             array = array.T[:, None, :]
         return np.ascontiguousarray(array)
 
     def random(self, seed: int, model_dtype: Any) -> Array:
         """Random values that depend on the seed and the name alone, made where they will stay."""
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(self.name.encode()))
-        return _random(key, self.init, self.shape, self.layout, self.dtype(model_dtype))
+        return _random(key, self.init, self.shape, self.conv, self.dtype(model_dtype))
 
 
-@partial(jax.jit, static_argnames=("layout", "dtype"))
-def _keep(value, layout, dtype):
-    if layout == "conv":
-        value = value[:, 0, :]
-    return (value if layout == "same" else value.T).astype(dtype)
+@partial(jax.jit, static_argnames=("conv", "dtype"))
+def _keep(value, conv, dtype):
+    return (value[:, 0, :].T if conv else value).astype(dtype)
 
 
-@partial(jax.jit, static_argnames=("init", "shape", "layout", "dtype"))
-def _random(key, init, shape, layout, dtype):
-    return _keep(init(key, shape), layout, dtype)
+@partial(jax.jit, static_argnames=("init", "shape", "conv", "dtype"))
+def _random(key, init, shape, conv, dtype):
+    return _keep(init(key, shape), conv, dtype)
 
 
 def ones(key: Array, shape: tuple[int, ...]) -> Array:

@@ -63,7 +63,7 @@ def test_parameters_are_the_files_numbers():
     chex.assert_trees_all_equal(np.asarray(block.A_log[...]), mamba[name + "A_log"])
     chex.assert_trees_all_equal(np.asarray(block.dt_bias[...]), mamba[name + "dt_proj.bias"])
     chex.assert_trees_all_equal(
-        np.asarray(block.in_proj.weight[...]), mamba[name + "in_proj.weight"].T
+        np.asarray(block.in_proj.weight[...]), mamba[name + "in_proj.weight"]
     )
     chex.assert_trees_all_equal(
         np.asarray(block.conv1d.weight[...]), mamba[name + "conv1d.weight"][:, 0].T
@@ -107,7 +107,7 @@ def test_tied_and_untied_heads():
     assert model_of("mamba").head is None
     untied = model_of("mamba_untied_bias")
     weights = load_file(FIXTURES / "mamba_untied_bias" / "model.safetensors")
-    chex.assert_trees_all_equal(np.asarray(untied.head.weight[...]), weights["lm_head.weight"].T)
+    chex.assert_trees_all_equal(np.asarray(untied.head.weight[...]), weights["lm_head.weight"])
 
 
 def test_a_tied_head_may_lie_in_the_file_twice_if_it_is_the_same(folder):

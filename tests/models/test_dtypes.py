@@ -50,6 +50,35 @@ def test_dtype_none_is_the_files_own_on_a_gpu(monkeypatch, bfloat16_folder):
     assert load_model(bfloat16_folder).dtype == jnp.bfloat16
 
 
+def test_a_float32_model_keeps_bfloat16_matrices_as_they_are_and_computes_as_if_widened(
+    bfloat16_folder,
+):
+    model = load_model(bfloat16_folder, "float32")
+    matrices = {"in_proj", "out_proj", "embeddings", "head"}
+    for path, leaf in named_leaves(model):
+        assert leaf.dtype == (jnp.bfloat16 if matrices & set(path) else jnp.float32), path
+    assert "in float32 (matrices in bfloat16)" in model.describe()
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model)
+    tokens = np.arange(1, 70)
+    (ours,), (theirs,) = (prefill(m, new_cache(m), [(0, 1, tokens)])[0] for m in (model, wide))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
+    ours, theirs = (decode_logits(m) for m in (model, wide))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
+
+
+def decode_logits(model):
+    rows = RowIds(*2 * [jnp.arange(1, ROWS + 1, dtype=jnp.int32)])
+    tokens = jnp.arange(ROWS, dtype=jnp.int32)
+
+    @jax.jit
+    def step(model, cache):
+        hidden, cache = model.decode(tokens, tokens, {"mamba": rows}, cache)
+        hidden, cache = model.decode(tokens + 5, tokens, {"mamba": rows}, cache)
+        return model.logits(hidden)
+
+    return step(model, new_cache(model))
+
+
 @pytest.mark.parametrize("variant", BOTH)
 def test_state_is_float32_and_window_is_the_models(variant):
     (group,) = model_of(variant, "bfloat16").groups()

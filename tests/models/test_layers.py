@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxstate.models import Mamba2Config, from_random
-from jaxstate.models.layers import Embedding, GatedRMSNorm, RMSNorm
+from jaxstate.models.layers import SPLIT_ROWS, Embedding, GatedRMSNorm, RMSNorm, matmul
+from jaxstate.models.layers import split as split_float32
 from jaxstate.models.mamba2 import Mamba2Mixer
 from pallas_kernels.rows import RowIds
 
@@ -53,14 +54,34 @@ def test_a_token_outside_the_vocabulary_is_nan_and_nobodys_vector(token):
     chex.assert_trees_all_equal(rows[2], jnp.array([1.0, 2.0]))
 
 
+def test_three_bfloat16_parts_hold_all_of_a_float32():
+    x = np.random.default_rng(0).standard_normal((3, 1000)).astype(np.float32)
+    x *= np.float32(2.0) ** np.random.default_rng(1).integers(-30, 30, x.shape).astype(np.float32)
+    parts = jax.jit(split_float32)(x)
+    assert parts.dtype == jnp.bfloat16
+    chex.assert_trees_all_equal(np.asarray(parts, np.float64).sum(0), x.astype(np.float64))
+
+
+@pytest.mark.parametrize("rows", [1, 8, SPLIT_ROWS, SPLIT_ROWS + 1])
+def test_a_bfloat16_matrix_loses_nothing_beside_float32(rows):
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, 256)).astype(np.float32)
+    weight = jnp.asarray(rng.standard_normal((96, 256)), jnp.bfloat16)
+    truth = x.astype(np.float64) @ np.asarray(weight, np.float64).T
+    y = jax.jit(matmul, static_argnums=2)(x, weight, jnp.float32)
+    assert y.dtype == jnp.float32
+    # A cast of x to bfloat16 is wrong by 3e-2 here.
+    chex.assert_trees_all_close(np.asarray(y, np.float64), truth, rtol=0, atol=3e-5)
+
+
 def test_sections_of_the_fused_projection():
     # d_inner 8, one group, state 4, two heads: rows z 8, x 8, B 4, C 4, dt 2
     config = Mamba2Config(
         vocab_size=5, hidden_size=4, num_hidden_layers=1, num_heads=2, head_dim=4, state_size=4
     )
     mixer = from_random(config).blocks[0].mixer
-    assert mixer.in_proj.weight.shape == (4, 26)
-    mixer.in_proj.weight[...] = jnp.zeros((4, 26)).at[0].set(jnp.arange(26.0))
+    assert mixer.in_proj.weight.shape == (26, 4)
+    mixer.in_proj.weight[...] = jnp.zeros((26, 4)).at[:, 0].set(jnp.arange(26.0))
     gate, xbc, dt = mixer._project(jnp.eye(4)[:1])
     inner, B, C = mixer._sections(xbc)
     chex.assert_trees_all_equal(
