@@ -137,7 +137,9 @@ def _chunk_outputs(
 ) -> Float[Array, "M Q H P"]:
     """Outputs of each chunk that starts from `state`."""
     groups = B.shape[2]
-    decay = _pair_decays(log_decay.map(lambda v: jnp.moveaxis(_by_group(v, groups), 1, -1)))
+    log = log_decay.map(lambda v: jnp.moveaxis(_by_group(v, groups), 1, -1))
+    # Summed and transposed once, not again for each of the pairs.
+    decay = _pair_decays(lax.optimization_barrier(log))
     scores = _matmul("mign,mjgn->mgij", C, B, dtype)
     values = _by_group(x * dt[..., None], groups)
     own = _matmul("mghij,mjghp->mighp", scores[:, :, None] * decay, values, dtype)
