@@ -242,7 +242,7 @@ def ssd(
         y = jnp.where(grid.live[:, None, None], y, 0)
 
     write_ids, checkpoint_ids = writes(rows)
-    ids, values = write_ids, ends[last_chunks(grid, rows, chunk)]
+    states = write_blocks(states, layer, write_ids, ends[last_chunks(grid, rows, chunk)])
     if rows.checkpoint_ids.shape[1]:
         places = checkpoint_places(grid, rows, chunk)
 
@@ -251,6 +251,9 @@ def ssd(
             _, decay, own = advance(part, B_[places.chunk], x_[places.chunk])
             return decay * starts[places.chunk] + own
 
-        ids = jnp.concatenate([ids, checkpoint_ids.ravel()])
-        values = jnp.concatenate([values, select_checkpoints(places, ends, inside)])
-    return y.astype(x.dtype), write_blocks(states, layer, ids, values)
+        def checkpointed(states):
+            values = select_checkpoints(places, ends, inside)
+            return write_blocks(states, layer, checkpoint_ids.ravel(), values)
+
+        states = lax.cond(jnp.any(places.asked), checkpointed, lambda states: states, states)
+    return y.astype(x.dtype), states
