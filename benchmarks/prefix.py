@@ -1,7 +1,7 @@
-"""What the reuse of prefixes saves, and what it costs the host.
+"""What the reuse of prefixes saves.
 
     python -m benchmarks.prefix -o benchmarks/results/prefix.json
-    python -m benchmarks.prefix planning     # one of its parts: reuse, planning, first_token
+    python -m benchmarks.prefix reuse     # one of its parts: reuse, first_token
 
 The trace (1,000 requests: stems shared by Zipf's law, conversations of several turns, branch points) runs through the
 scheduler alone, with each step's states published before the next is planned. Its share of prompt tokens served from
@@ -18,7 +18,6 @@ import itertools
 import json
 import platform
 import statistics
-import time
 from pathlib import Path
 
 import jax
@@ -30,7 +29,6 @@ from jaxstate.prefix import Checkpoint, PrefixIndex, block_keys
 from jaxstate.request import Request, SamplingParams
 from jaxstate.scheduler import Schedule, plan_next, publish, submit
 from jaxstate.state import CacheSpec, GroupSpec
-from jaxstate.state.pool import Held
 from pallas_kernels.rows import CHUNK
 
 VOCAB, ROWS = 4096, 8
@@ -160,63 +158,6 @@ def reuse(seeds: int = 2) -> list[dict]:
     return out
 
 
-# -- planning --------------------------------------------------------------------------------------
-
-
-def full_schedule(rows: int, nodes: int, rng: np.random.Generator) -> Schedule:
-    """A schedule with so many checkpoints and every row free."""
-    group = GroupSpec("state", "recurrent", 1, LEAF, blocks=rows + nodes + 1)
-    spec = CacheSpec((group,), rows=rows, max_len=131_072)
-    schedule = Schedule.create(PlanShape(spec, chunk_tokens=2048, decode_steps=16, checkpoints=4))
-    pool, ids = schedule.pool.allocate("all", {"state": nodes})
-    held, sealed, index = Held(), pool.sealed["state"].copy(), schedule.index
-    sealed[ids["state"]] = True
-    for block in ids["state"].tolist():
-        holder, cost = f"\x00checkpoint {block}", int(rng.integers(64, 2048))
-        held = held.put(holder, {"state": (block,)})
-        node = Checkpoint(rng.bytes(16), 64, {"state": block}, holder, "before", cost)
-        index = index.insert(node)
-    pool = pool.replace(held=held, sealed={"state": sealed})
-    return dataclasses.replace(schedule, pool=pool, index=index)
-
-
-def planning(rows: int = 256, nodes: int = 10_000, steps: int = 600, output: int = 1024) -> dict:
-    """Microseconds that one plan takes while all rows are busy, by kind of step."""
-    rng = np.random.default_rng(0)
-    schedule = full_schedule(rows, nodes, rng)
-    stems = [tuple(rng.integers(0, VOCAB, 1024).tolist()) for _ in range(20)]
-    times: dict[str, list[float]] = {"prefill": [], "decode": []}
-    sent, admitted = 0, 0
-    for step in range(steps + 400):
-        while len(schedule.waiting) < 8:
-            tail = tuple(rng.integers(0, VOCAB, 64).tolist())
-            most = int(rng.integers(output // 2, output))
-            prompt = stems[min(int(rng.zipf(1.5)), 20) - 1] + tail
-            request = Request(f"r{sent}", prompt, SamplingParams(max_tokens=most))
-            schedule, sent = submit(schedule, request), sent + 1
-        begin = time.perf_counter()
-        planned_step = plan_next(schedule, decode_steps=16)
-        took = time.perf_counter() - begin
-        assert planned_step is not None
-        schedule, planned = planned_step
-        schedule = publish(schedule, planned.staged)
-        if step >= 400:
-            times[planned.kind].append(took * 1e6)
-            admitted += int(planned.plan.admission.rows.sum())
-    out: dict = {
-        "rows": rows,
-        "nodes": nodes,
-        "running": len(schedule.running),
-        "admitted": admitted,
-    }
-    for kind, seen in {**times, "all": times["prefill"] + times["decode"]}.items():
-        out[kind] = {
-            "steps": len(seen), "median_us": statistics.median(seen), "fastest_us": min(seen),
-            "lowest_tenth_us": sorted(seen)[len(seen) // 10], "mean_us": statistics.mean(seen),
-        }  # fmt: skip
-    return out
-
-
 # -- time to first token ---------------------------------------------------------------------------
 
 
@@ -246,7 +187,7 @@ def first_tokens(name: str = "demo", count: int = 20, stem: int = 1024) -> dict:
     return {"requests": count, "shared": stem, "own": 48, **out}
 
 
-PARTS = {"reuse": reuse, "planning": planning, "first_token": first_tokens}
+PARTS = {"reuse": reuse, "first_token": first_tokens}
 
 
 def main() -> None:

@@ -328,29 +328,20 @@ class Engine:
         outcome = jax.device_get(dispatched.outcome)
         self.stats.wait_s += time.perf_counter() - begin
         # The step has completed: what it left behind may be read from now on, unless its writer broke.
-        broken = {
-            r.request.id
-            for row, r in enumerate(dispatched.planned.serves)
-            if r is not None and outcome.bad[:, row].any()
-        }
-        for request_id in broken:
-            self.schedule = scheduler.distrust(self.schedule, request_id)
+        serves, bad = dispatched.planned.serves, outcome.bad.any(axis=0)
+        for row in bad.nonzero()[0].tolist():
+            if (broken := serves[row]) is not None:
+                self.schedule = scheduler.distrust(self.schedule, broken.request.id)
         self.schedule = scheduler.publish(self.schedule, dispatched.planned.staged)
-        events = []
-        for row, running in enumerate(dispatched.planned.serves):
-            if running is None:
-                continue
-            progress = self._progress.get(running.request.id)
+        events, at = [], dispatched.planned.at.tolist()
+        for row, (tokens, logprobs) in enumerate(outcome.by_row()):
+            running = serves[row]
+            progress = self._progress.get(running.request.id) if running is not None else None
             # A request that ended meanwhile is no longer known, or its id is another's by now.
-            if progress is None or progress.request is not running.request:
+            if running is None or progress is None or progress.request is not running.request:
                 continue
-            made = outcome.made[:, row]
-            tokens, logprobs = (
-                outcome.token[made, row].tolist(),
-                outcome.logprob[made, row].tolist(),
-            )
-            event = progress.push(tokens, logprobs, running.at) if tokens else None
-            if outcome.bad[:, row].any() and (event is None or event.completion is None):
+            event = progress.push(tokens, logprobs, at[row]) if tokens else None
+            if bad[row] and (event is None or event.completion is None):
                 event = progress.break_off(event)
             if event is None:
                 continue

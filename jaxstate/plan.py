@@ -8,6 +8,7 @@ left that can fail. A row without work is null in an ordinary plan.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,11 @@ class PlanShape:
     def zeros(self, group: str) -> int:
         """Entries in a plan's zero list of this group."""
         return self.width(group) + self.spec.rows * self.checkpoints
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, tuple[int, int, int]]:
+        """By group: entries in the cell list and in the zero list, and blocks; worked out once."""
+        return {g: (self.width(g), self.zeros(g), self.spec.blocks(g)) for g in self.spec.names}
 
 
 class Admission(struct.PyTreeNode):
@@ -102,31 +108,35 @@ class StepPlan(struct.PyTreeNode):
 
 
 def null_plan(shape: PlanShape, *, prefill: bool) -> StepPlan:
-    """The plan that does nothing: every row null. What builds a plan fills in copies of these arrays."""
-    spec, rows = shape.spec, shape.spec.rows
+    """The plan that does nothing: every row null. What builds a plan fills in these arrays, which are its own."""
+    sizes, rows = shape.sizes, shape.spec.rows
 
     def zeros(n: int) -> np.ndarray:
         return np.zeros(n, np.int32)
+
+    def each(n: int) -> dict[str, np.ndarray]:
+        return {g: zeros(n) for g in sizes}
 
     sampling = Sampling(
         temperature=np.zeros(rows, np.float32), top_k=zeros(rows), top_p=np.ones(rows, np.float32),
         min_p=np.zeros(rows, np.float32), seed=np.zeros(rows, np.uint32), request=np.zeros(rows, np.uint32),
     )  # fmt: skip
+    cells, zero, freed = {}, {}, {}
+    for g, (width, most, blocks) in sizes.items():
+        cells[g] = Cells(zeros(width), zeros(width), zeros(width))
+        zero[g], freed[g] = zeros(most), np.zeros(blocks, bool)
     return StepPlan(
-        clear=np.zeros(rows, bool),
-        cells={g: Cells(*(zeros(shape.width(g)) for _ in range(3))) for g in spec.names},
-        zero={g: zeros(shape.zeros(g)) for g in spec.names},
-        copies={g: (zeros(shape.copies), zeros(shape.copies)) for g in spec.names},
-        freed={g: np.zeros(spec.blocks(g), bool) for g in spec.names},
+        clear=np.zeros(rows, bool), cells=cells, zero=zero, freed=freed,
+        copies={g: (zeros(shape.copies), zeros(shape.copies)) for g in sizes},
         admission=Admission(
             rows=np.zeros(rows, bool), budget=zeros(rows),
             stop_ids=np.full((rows, 2 * MAX_STOP_IDS), -1, np.int32), sampling=sampling,
-            source={g: zeros(rows) for g in spec.names}, position=zeros(rows),
+            source=each(rows), position=zeros(rows),
         ),
         forced=np.full((rows, 1 if prefill else shape.decode_steps), -1, np.int32),
         prefill=Prefill(
             tokens=zeros(shape.chunk_tokens), offsets=zeros(rows + 1), starts=zeros(rows), sample=np.zeros(rows, bool),
-            checkpoints={g: np.zeros((rows, shape.checkpoints), np.int32) for g in spec.names},
+            checkpoints={g: np.zeros((rows, shape.checkpoints), np.int32) for g in sizes},
             checkpoint_positions=np.zeros((rows, shape.checkpoints), np.int32),
         ) if prefill else None,
     )  # fmt: skip
@@ -134,12 +144,13 @@ def null_plan(shape: PlanShape, *, prefill: bool) -> StepPlan:
 
 def apply_cells(tables: HostTables, plan: StepPlan) -> HostTables:
     """The host's tables after the plan's clears and cells; the device's must equal them."""
-    after = {}
+    after, clears = {}, np.count_nonzero(plan.clear) > 0
     for group, table in tables.items():
-        table = table.copy()
-        table[plan.clear] = NULL
         cells = plan.cells[group]
-        real = cells.ids != NULL
-        table[cells.rows[real], cells.columns[real]] = cells.ids[real]
+        if clears or np.count_nonzero(cells.ids):
+            table = table.copy()
+            table[plan.clear] = NULL
+            real = cells.ids != NULL
+            table[cells.rows[real], cells.columns[real]] = cells.ids[real]
         after[group] = table
     return after

@@ -11,17 +11,19 @@ what others share, which is where a checkpoint pays.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
-from rpds import HashTrieMap
+from rpds import HashTrieMap, HashTrieSet
 
+from jaxstate import heap
 from pallas_kernels.rows import CHUNK
 
 Key = bytes
+
+_NO_KEYS: HashTrieSet[Key] = HashTrieSet([])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,13 @@ class Checkpoint:
     pinned: bool = False
     chain: tuple[Key, ...] = ()  # names of all 64-token prefixes up to this one
     salt: str = ""
+
+    def ranked(self, uses: int, priority: float) -> Checkpoint:
+        """The same state, used so often and worth so much."""
+        return Checkpoint(
+            self.key, self.position, self.blocks, self.holder, self.writer, self.cost, uses, priority, self.pinned,
+            self.chain, self.salt,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +72,21 @@ class PrefixIndex:
     """
 
     nodes: HashTrieMap = dataclasses.field(default_factory=HashTrieMap)
-    seen: HashTrieMap = dataclasses.field(default_factory=HashTrieMap)
+    seen: HashTrieSet[Key] = _NO_KEYS
+    seen_before: HashTrieSet[Key] = _NO_KEYS
     clock: float = 0.0
-    victims: tuple[tuple[float, Key], ...] = ()
+    pinned: int = 0  # nodes that are
     seen_limit: int = 65_536
+    # Each node's priority when it was put here, at most what it is now, and some that are gone.
+    queue: heap.Heap | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def match(self, keys: Sequence[Key], length: int) -> Match:
         """The deepest checkpoint of a prompt with these names; at least one of its tokens is left to compute."""
         usable = max(length - 1, 0) // CHUNK
-        shared = next((n for n in range(len(keys), 0, -1) if keys[n - 1] in self.seen), 0)
+        seen, before = self.seen, self.seen_before
+        shared = len(keys)
+        while shared and keys[shared - 1] not in seen and keys[shared - 1] not in before:
+            shared -= 1
         for n in range(usable, 0, -1):
             node = self.nodes.get(keys[n - 1])
             if node is not None:
@@ -84,74 +99,102 @@ class PrefixIndex:
             miss = "unknown"
         return Match(None, shared * CHUNK, miss)
 
-    def see(self, keys: Iterable[Key]) -> PrefixIndex:
-        """The index after a prompt with these names was read; the oldest half is forgotten when there are too many."""
-        seen = self.seen
-        for key in keys:
-            if key not in seen:
-                seen = seen.insert(key, len(seen))
-        if len(seen) > self.seen_limit:
-            kept = sorted(seen.items(), key=lambda item: item[1])[len(seen) // 2 :]
-            seen = HashTrieMap({key: order for order, (key, _) in enumerate(kept)})
-        return dataclasses.replace(self, seen=seen)
+    def see(self, keys: Sequence[Key]) -> PrefixIndex:
+        """The index after a prompt with these names was read; what was not read for long is forgotten in the end."""
+        seen, before, new = self.seen, self.seen_before, len(keys)
+        if len(seen) >= self.seen_limit // 2:
+            seen, before = _NO_KEYS, seen
+        # Whoever saw a prefix saw all that it begins with.
+        while new and keys[new - 1] not in seen:
+            new -= 1
+        for key in keys[new:]:
+            seen = seen.insert(key)
+        return PrefixIndex(
+            self.nodes, seen, before, self.clock, self.pinned, self.seen_limit, self.queue
+        )
 
     def insert(self, checkpoint: Checkpoint) -> PrefixIndex:
         """The index with this checkpoint, which is readable from now on."""
-        return self._put(dataclasses.replace(checkpoint, priority=self.clock + checkpoint.cost))
+        return self._queued(checkpoint.ranked(checkpoint.uses, self.clock + checkpoint.cost))
 
     def adopt(self, checkpoint: Checkpoint) -> PrefixIndex:
         """The index with a checkpoint that another index has valued before, at `priority` above its clock."""
         index = self.see(checkpoint.chain)
-        return index._put(
-            dataclasses.replace(checkpoint, priority=self.clock + checkpoint.priority)
-        )
+        return index._queued(checkpoint.ranked(checkpoint.uses, self.clock + checkpoint.priority))
 
     def use(self, key: Key) -> PrefixIndex:
         """The index after a hit."""
-        node, uses = self.nodes[key], self.nodes[key].uses + 1
-        priority = self.clock + (uses + 1) * node.cost
-        return self._put(dataclasses.replace(node, uses=uses, priority=priority))
-
-    def _put(self, node: Checkpoint) -> PrefixIndex:
-        victims = self.victims
-        if victims and (node.priority, node.key) < victims[-1]:
-            at = bisect.bisect(victims, (node.priority, node.key))
-            victims = (*victims[:at], (node.priority, node.key), *victims[at:])
-        return dataclasses.replace(self, nodes=self.nodes.insert(node.key, node), victims=victims)
+        node = self.nodes[key]
+        return self._put(node.ranked(node.uses + 1, self.clock + (node.uses + 2) * node.cost))
 
     def remove(self, key: Key) -> PrefixIndex:
         """The index without this checkpoint."""
-        return dataclasses.replace(self, nodes=self.nodes.remove(key))
+        return self._without(self.nodes[key], self.clock, self.queue)
 
     def pin(self, key: Key, pinned: bool = True) -> PrefixIndex:
         """The index with this checkpoint kept whatever happens, or no longer."""
         node = dataclasses.replace(self.nodes[key], pinned=pinned)
-        return dataclasses.replace(self, nodes=self.nodes.insert(key, node))
+        return self._put(node) if pinned else self._queued(node)
 
-    def evict(self, keep: frozenset[Key] = frozenset()) -> tuple[PrefixIndex, Checkpoint] | None:
+    def evictable(self, keep: Collection[Key]) -> int:
+        """How many checkpoints are neither pinned nor in `keep`."""
+        nodes = [self.nodes.get(key) for key in keep]
+        kept = [node for node in nodes if node is not None and not node.pinned]
+        return len(self.nodes) - self.pinned - len(kept)
+
+    def evict(self, keep: Collection[Key] = ()) -> tuple[PrefixIndex, Checkpoint] | None:
         """The index without its least valuable checkpoint that is neither pinned nor in `keep`; None if all are."""
-        victims = self.victims
-        for fresh in (False, True):
-            if fresh:
-                # A queue of the least valuable, sorted once for many evictions. Places that a node had before it was
-                # used are passed over.
-                nodes = (n for n in self.nodes.values() if not n.pinned)
-                victims = tuple(sorted((n.priority, n.key) for n in nodes)[:64])
-            for i, (priority, key) in enumerate(victims):
-                node = self.nodes.get(key)
-                if node is None or node.priority != priority or node.pinned or key in keep:
-                    continue
-                rest = victims[:i] + victims[i + 1 :]
-                index = dataclasses.replace(self.remove(key), clock=priority, victims=rest)
-                return index, node
+        queue, kept = self.queue, []
+        while queue is not None:
+            (priority, key), queue = heap.pop(queue)
+            node = self.nodes.get(key)
+            if node is None or node.pinned or node.priority < priority:
+                continue  # the place of one that has gone, or has another place
+            if node.priority > priority:
+                queue = heap.push(queue, (node.priority, key))  # used since
+            elif key in keep:
+                kept.append((priority, key))
+            else:
+                for place in kept:
+                    queue = heap.push(queue, place)
+                return self._without(node, priority, queue), node
         return None
+
+    def _put(self, node: Checkpoint, queue: heap.Heap | None = None) -> PrefixIndex:
+        before = self.nodes.get(node.key)
+        pinned = self.pinned + node.pinned - (before is not None and before.pinned)
+        nodes = self.nodes.insert(node.key, node)
+        return PrefixIndex(
+            nodes,
+            self.seen,
+            self.seen_before,
+            self.clock,
+            pinned,
+            self.seen_limit,
+            queue or self.queue,
+        )
+
+    def _without(self, node: Checkpoint, clock: float, queue: heap.Heap | None) -> PrefixIndex:
+        nodes, pinned = self.nodes.remove(node.key), self.pinned - node.pinned
+        return PrefixIndex(
+            nodes, self.seen, self.seen_before, clock, pinned, self.seen_limit, queue
+        )
+
+    def _queued(self, node: Checkpoint) -> PrefixIndex:
+        queue = heap.push(self.queue, (node.priority, node.key))
+        if heap.size(queue) > 2 * len(self.nodes) + 64:
+            # Most of it are places of checkpoints that were dropped.
+            queue = heap.push(None, (node.priority, node.key))
+            for other in self.nodes.values():
+                queue = heap.push(queue, (other.priority, other.key))
+        return self._put(node, queue)
 
     def __len__(self) -> int:
         return len(self.nodes)
 
     def __repr__(self) -> str:
-        pinned = sum(node.pinned for node in self.nodes.values())
-        return f"PrefixIndex({len(self.nodes)} checkpoints, {pinned} pinned, {len(self.seen)} prefixes seen)"
+        seen = len(self.seen) + len(self.seen_before)
+        return f"PrefixIndex({len(self.nodes)} checkpoints, {self.pinned} pinned, {seen} prefixes seen)"
 
 
 def holder_of(key: Key) -> str:
@@ -159,7 +202,7 @@ def holder_of(key: Key) -> str:
     return f"\x00checkpoint {key.hex()}"
 
 
-def block_keys(tokens: Sequence[int], salt: str = "") -> tuple[Key, ...]:
+def block_keys(tokens: Sequence[int] | np.ndarray, salt: str = "") -> tuple[Key, ...]:
     """The names of every whole 64-token prefix of a text; texts with different salts never share one."""
     data = np.asarray(tokens, dtype="<i4").tobytes()
     key, size, keys = hashlib.blake2b(salt.encode(), digest_size=16).digest(), 4 * CHUNK, []

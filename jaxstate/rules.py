@@ -11,7 +11,7 @@ import numpy as np
 from jaxstate.errors import CapacityError, PlanError
 from jaxstate.plan import Holders, HostTables, PlanShape, Prefill, StepPlan, apply_cells
 from jaxstate.state.pool import BlockPool
-from jaxstate.state.spec import NULL, CacheSpec
+from jaxstate.state.spec import NULL, CacheSpec, GroupSpec
 from pallas_kernels.rows import CHUNK
 
 
@@ -26,37 +26,45 @@ def check_plan(
       CapacityError: a cell past the end of its row.
       PlanError: any other rule, named in the error.
     """
-    spec = shape.spec
+    spec, vacant = shape.spec, np.array([holder is None for holder in holders])
     for group in spec.names:
         _check_cells(plan, spec, group, holders)
         _check_blocks(plan, spec, group, pool)
     after = apply_cells(tables, plan)
     for group in spec.names:
-        _check_kept(plan, group, tables[group])
-        _check_owners(plan, group, after[group], pool, holders)
+        _check_kept(plan, spec, group, tables[group])
+        _check_owners(plan, group, after[group], pool, holders, vacant)
         _check_sources(plan, group, pool, holders)
     if plan.prefill is not None:
-        _check_prefill(plan.prefill, shape, after, pool, holders)
+        _check_prefill(plan.prefill, shape, after, pool, holders, vacant)
         for group in spec.names:
-            _check_checkpoints(plan, plan.prefill, group, after[group], pool)
+            _check_checkpoints(plan, plan.prefill, spec, group, after[group], pool)
     return after
 
 
-def _real(*ids: np.ndarray) -> np.ndarray:
-    """The ids that are not null, in one array."""
-    return np.concatenate([i[i != NULL] for i in ids])
+def _some(values: np.ndarray) -> bool:
+    """Whether any is not zero; several times as fast as `any` for what a plan holds."""
+    return bool(np.count_nonzero(values))
+
+
+def _real(ids: np.ndarray) -> np.ndarray:
+    """The ids that are not null."""
+    return ids[ids != NULL] if _some(ids) else ids[:0]
+
+
+def _among(ids: np.ndarray, others: np.ndarray, size: int) -> np.ndarray:
+    """Which of these ids are among the others; all are below `size`."""
+    mask = np.zeros(size, bool)
+    mask[others] = True
+    return mask[ids]
 
 
 def _check_cells(plan: StepPlan, spec: CacheSpec, group: str, holders: Holders) -> None:
     cells, capacity = plan.cells[group], spec.capacity(group)
-    if not cells.ids.any():
+    if not _some(cells.ids):
         return
-    written = set()
-    for row, column, block in zip(
-        cells.rows.tolist(), cells.columns.tolist(), cells.ids.tolist(), strict=True
-    ):
-        if block == NULL:
-            continue
+    written, real = set(), np.flatnonzero(cells.ids)
+    for row, column in zip(cells.rows[real].tolist(), cells.columns[real].tolist(), strict=True):
         if not 0 <= row < spec.rows:
             raise PlanError(
                 "rows are in range", f"group {group!r}: row {row} is outside the {spec.rows} rows"
@@ -81,14 +89,14 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
         ("copies", source),
         ("copies", destination),
     ):
-        if ids.size and (ids.min() < 0 or ids.max() >= size):
+        if _some(ids) and (ids.min() < 0 or ids.max() >= size):
             raise PlanError(
                 "ids are in range",
                 f"group {group!r}: {what} name {ids.tolist()}; the pool has {size} blocks",
             )
-    real = destination != NULL
-    if source.any() or real.any():
-        if (source[real] == NULL).any() or source[~real].any():
+    if _some(source) or _some(destination):
+        real = destination != NULL
+        if (source[real] == NULL).any() or _some(source[~real]):
             raise PlanError(
                 "copies go from a block to a block",
                 f"group {group!r}: {source.tolist()} to {destination.tolist()}",
@@ -98,7 +106,7 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
                 "each block is written once",
                 f"group {group!r}: copies go to {destination[real].tolist()}",
             )
-        if np.isin(source[real], zero[zero != NULL]).any():
+        if np.isin(source[real], _real(zero)).any():
             raise PlanError(
                 "nothing fresh is copied from",
                 f"group {group!r}: a block in {source.tolist()} is zeroed by this plan",
@@ -108,16 +116,18 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
                 "nothing freed is copied from",
                 f"group {group!r}: a block in {source.tolist()} is freed by this plan",
             )
-    for what, ids in (("zeroed", zero[zero != NULL]), ("copied to", destination[real])):
-        if pool.sealed[group][ids].any():
+    zeroed, copied = _real(zero), _real(destination)
+    for what, ids in (("zeroed", zeroed), ("copied to", copied)):
+        if ids.size and _some(pool.sealed[group][ids]):
             raise PlanError(
                 "sealed blocks are never written",
                 f"group {group!r}: a block in {ids.tolist()} would be {what}",
             )
-    fresh, made = _real(plan.cells[group].ids), _real(zero, destination)
+    fresh = _real(plan.cells[group].ids)
     if not fresh.size:
         return
-    dirty = fresh[~np.isin(fresh, made) & ~pool.sealed[group][fresh]]
+    made = np.concatenate([zeroed, copied])
+    dirty = fresh[~_among(fresh, made, size) & ~pool.sealed[group][fresh]]
     if dirty.size:
         raise PlanError(
             "blocks are zeroed when handed out",
@@ -125,11 +135,11 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
         )
 
 
-def _check_kept(plan: StepPlan, group: str, before: np.ndarray) -> None:
-    kept, made = before[~plan.clear], _real(plan.zero[group], plan.copies[group][1])
+def _check_kept(plan: StepPlan, spec: CacheSpec, group: str, before: np.ndarray) -> None:
+    made = np.concatenate([_real(plan.zero[group]), _real(plan.copies[group][1])])
     if not made.size:
         return
-    wiped = made[np.isin(made, kept)]
+    wiped = made[_among(made, _real(before[~plan.clear]), spec.blocks(group))]
     if wiped.size:
         raise PlanError(
             "only what is handed out is zeroed or copied to",
@@ -138,27 +148,31 @@ def _check_kept(plan: StepPlan, group: str, before: np.ndarray) -> None:
 
 
 def _check_owners(
-    plan: StepPlan, group: str, table: np.ndarray, pool: BlockPool, holders: Holders
-) -> None:
-    live = table[(table != NULL)]
+    plan: StepPlan, group: str, table: np.ndarray, pool: BlockPool, holders: Holders, vacant: np.ndarray
+) -> None:  # fmt: skip
+    named = table != NULL
+    live = table[named]
     live = live[~pool.sealed[group][live]]
-    if live.size and np.bincount(live).max() > 1:
+    once = np.zeros(len(pool.refs[group]), bool)
+    once[live] = True
+    if np.count_nonzero(once) < len(live):
         ids, counts = np.unique(live, return_counts=True)
         raise PlanError(
             "one owner",
             f"group {group!r}: blocks {ids[counts > 1].tolist()} stand in two cells and are not sealed",
         )
-    if plan.freed[group][live].any():
+    freed = plan.freed[group]
+    if _some(freed) and _some(freed[live]):
         raise PlanError(
             "no freed block in a row", f"group {group!r}: a row names a block that this plan frees"
         )
-    if pool.refs[group][plan.freed[group]].any():
+    if _some(freed) and _some(pool.refs[group][freed]):
         raise PlanError(
             "freed blocks are nobody's",
-            f"group {group!r}: a block in {np.flatnonzero(plan.freed[group]).tolist()} still has a holder",
+            f"group {group!r}: a block in {np.flatnonzero(freed).tolist()} still has a holder",
         )
-    used, held = (table != NULL).any(axis=1), np.array([h is not None for h in holders])
-    for row in np.flatnonzero(used != held).tolist():
+    used = named.any(axis=1)
+    for row in np.flatnonzero(used == vacant).tolist():
         if used[row]:
             raise PlanError(
                 "finished rows are null",
@@ -167,8 +181,8 @@ def _check_owners(
         raise PlanError(
             "live rows have blocks", f"group {group!r}: row {row} of {holders[row]!r} is null"
         )
-    changed = np.unique(plan.cells[group].rows[plan.cells[group].ids != NULL])
-    for row in changed.tolist():
+    cells = plan.cells[group]
+    for row in sorted(set(cells.rows[cells.ids != NULL].tolist())):
         mine = pool.held.get(holders[row] or "", {}).get(group, ())
         named = table[row].tolist()
         foreign = set(named) - {NULL} - set(mine)
@@ -187,7 +201,9 @@ def _check_owners(
 
 def _check_sources(plan: StepPlan, group: str, pool: BlockPool, holders: Holders) -> None:
     source, admission = plan.admission.source[group], plan.admission
-    if source.any():
+    if not _some(source) and not _some(admission.position):
+        return
+    if _some(source):
         if source.min() < 0 or source.max() >= len(pool.refs[group]):
             raise PlanError("ids are in range", f"group {group!r}: sources are {source.tolist()}")
         if not pool.sealed[group][source[source != NULL]].all():
@@ -202,7 +218,7 @@ def _check_sources(plan: StepPlan, group: str, pool: BlockPool, holders: Holders
                     f"group {group!r}: row {row} is not admitted here",
                 )
     placed = admission.position > 0
-    if (placed != (source != NULL)).any():
+    if _some(placed != (source != NULL)):
         raise PlanError(
             "a hit is a hit in every group",
             f"group {group!r}: sources {source.tolist()} for positions {admission.position.tolist()}",
@@ -210,13 +226,13 @@ def _check_sources(plan: StepPlan, group: str, pool: BlockPool, holders: Holders
 
 
 def _check_checkpoints(
-    plan: StepPlan, prefill: Prefill, group: str, table: np.ndarray, pool: BlockPool
-) -> None:
+    plan: StepPlan, prefill: Prefill, spec: CacheSpec, group: str, table: np.ndarray, pool: BlockPool
+) -> None:  # fmt: skip
     ids, positions = prefill.checkpoints[group], prefill.checkpoint_positions
-    if not ids.any() and not positions.any():
+    if not _some(ids) and not _some(positions):
         return
     used = ids != NULL
-    if (used != (positions > 0)).any():
+    if _some(used != (positions > 0)):
         raise PlanError(
             "a checkpoint is kept in every group",
             f"group {group!r}: blocks {ids.tolist()} for positions {positions.tolist()}",
@@ -224,61 +240,73 @@ def _check_checkpoints(
     if ids.min() < 0 or ids.max() >= len(pool.refs[group]):
         raise PlanError("ids are in range", f"group {group!r}: checkpoints go to {ids.tolist()}")
     blocks = ids[used]
-    if len(np.unique(blocks)) < len(blocks) or np.isin(blocks, table).any():
+    size = spec.blocks(group)
+    if len(set(blocks.tolist())) < len(blocks) or _among(blocks, _real(table), size).any():
         raise PlanError(
             "each block is written once", f"group {group!r}: checkpoints go to {blocks.tolist()}"
         )
-    if not np.isin(blocks, plan.zero[group]).all():
+    if not _among(blocks, _real(plan.zero[group]), size).all():
         raise PlanError(
             "blocks are zeroed when handed out", f"group {group!r}: checkpoints {blocks.tolist()}"
         )
-    lengths = np.diff(prefill.offsets)[:, None]
-    off_grid = used & ((prefill.starts[:, None] + positions) % CHUNK != 0)
-    if (used & (positions > lengths)).any() or off_grid.any():
+    rows, slots = used.nonzero()
+    places = positions[rows, slots]
+    lengths = prefill.offsets[rows + 1] - prefill.offsets[rows]
+    if _some(places > lengths) or _some((prefill.starts[rows] + places) % CHUNK):
         raise PlanError(
             "checkpoints lie on the grid of what is read",
-            f"positions {positions.tolist()} of rows with {lengths[:, 0].tolist()} tokens",
+            f"positions {places.tolist()} of rows with {lengths.tolist()} tokens",
         )
 
 
 def _check_prefill(
-    prefill: Prefill, shape: PlanShape, tables: HostTables, pool: BlockPool, holders: Holders
-) -> None:
-    spec, lengths = shape.spec, np.diff(prefill.offsets)
-    if prefill.offsets[0] < 0 or (lengths < 0).any() or prefill.offsets[-1] > shape.chunk_tokens:
+    prefill: Prefill, shape: PlanShape, tables: HostTables, pool: BlockPool, holders: Holders, vacant: np.ndarray
+) -> None:  # fmt: skip
+    spec, lengths = shape.spec, prefill.offsets[1:] - prefill.offsets[:-1]
+    if prefill.offsets[0] < 0 or _some(lengths < 0) or prefill.offsets[-1] > shape.chunk_tokens:
         raise PlanError(
             "tokens fit the step",
             f"offsets are {prefill.offsets.tolist()} for {shape.chunk_tokens} tokens",
         )
     if prefill.tokens.min(initial=0) < 0:
         raise PlanError("tokens are ids", "a prompt token is negative")
-    for row in np.flatnonzero(lengths).tolist():
-        start, end = int(prefill.starts[row]), int(prefill.starts[row] + lengths[row])
-        need = spec.need(end, holders[row] or f"row {row}")
-        if start < 0 or holders[row] is None:
-            raise PlanError(
-                "only live rows read tokens", f"row {row} has {lengths[row]} tokens and no request"
-            )
-        for group, n in need.items():
-            spec.check_row(group, n, holders[row] or "")
-            ids, before = tables[group][row], spec.need(start)[group]
-            # What it starts from, if anything, and what it leaves its state in.
-            for column in {max(before, 1) - 1, n - 1}:
-                if ids[column] == NULL:
-                    raise PlanError(
-                        "no live row resolves to null",
-                        f"group {group!r}: {holders[row]!r} has no block in column {column} for "
-                        f"positions {start} to {end - 1}",
-                    )
-            per_block = spec.group(group).tokens_per_block(spec.context_shards)
-            first = start // per_block if per_block is not None else 0
-            if pool.sealed[group][ids[first:n]].any():
-                raise PlanError(
-                    "sealed blocks are never written",
-                    f"group {group!r}: {holders[row]!r} would write a block in {ids[first:n].tolist()}",
-                )
-    if prefill.sample[lengths == 0].any():
+    rows = np.flatnonzero(lengths)
+    starts = prefill.starts[rows].astype(np.int64)
+    ends = starts + lengths[rows]
+    for row in rows[(starts < 0) | vacant[rows]].tolist():
+        raise PlanError(
+            "only live rows read tokens", f"row {row} has {lengths[row]} tokens and no request"
+        )
+    for i in np.flatnonzero(ends > spec.max_len).tolist():
+        spec.need(int(ends[i]), holders[rows[i]] or "")
+    for group in spec.groups:
+        _check_chunks(group, spec, rows, starts, ends, tables[group.name][rows], pool, holders)
+    if _some(prefill.sample[lengths == 0]):
         raise PlanError(
             "only rows with tokens are sampled",
             f"rows {np.flatnonzero(prefill.sample & (lengths == 0)).tolist()}",
+        )
+
+
+def _check_chunks(
+    group: GroupSpec, spec: CacheSpec, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, ids: np.ndarray,
+    pool: BlockPool, holders: Holders,
+) -> None:  # fmt: skip
+    """What the chunks from `starts` to `ends` would read and write; `ids` are their rows' lines of the table."""
+    per_block = group.tokens_per_block(spec.context_shards) or spec.max_len
+    # What it starts from, if anything, and what it leaves its state in.
+    read, write = np.maximum(starts - 1, 0) // per_block, (ends - 1) // per_block
+    for columns in (read, write):
+        for i in (ids[np.arange(len(rows)), columns] == NULL).nonzero()[0].tolist():
+            raise PlanError(
+                "no live row resolves to null",
+                f"group {group.name!r}: {holders[rows[i]]!r} has no block in column {columns[i]} for "
+                f"positions {starts[i]} to {ends[i] - 1}",
+            )
+    columns = np.arange(ids.shape[1])
+    written = (columns >= starts[:, None] // per_block) & (columns <= write[:, None])
+    for i in np.flatnonzero((pool.sealed[group.name][ids] & written).any(axis=1)).tolist():
+        raise PlanError(
+            "sealed blocks are never written",
+            f"group {group.name!r}: {holders[rows[i]]!r} would write a block in {ids[i, written[i]].tolist()}",
         )

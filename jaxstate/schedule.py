@@ -8,6 +8,8 @@ takes its staged checkpoints with it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +25,9 @@ class Waiting:
     """A request without a row; after a preemption, with the tokens that it has made already."""
 
     request: Request
+    tokens: np.ndarray = dataclasses.field(
+        compare=False, repr=False
+    )  # the prompt's, as a plan takes them
     keys: tuple[Key, ...] = ()
     made: tuple[int, ...] = ()
 
@@ -33,57 +38,79 @@ class Waiting:
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """A request that has a row: how much of it has been planned so far."""
+    """A request that has a row, and what was settled when it got it; `Counts` say how far it has come."""
 
     request: Request
+    tokens: np.ndarray = dataclasses.field(compare=False, repr=False)
+    keys: tuple[Key, ...]
     row: int
     budget: int  # tokens it may generate
     order: int  # of admission
-    read: int = 0  # prompt tokens planned, or taken from a checkpoint
-    made: int = 0  # generated tokens planned, if it does not stop early
-    ended: bool = False
-    at: int = 0  # generated tokens planned before the step that it was last part of
-    keys: tuple[Key, ...] = ()
-    wants: tuple[int, ...] = ()  # positions where it is yet to leave a checkpoint
-    source: dict[str, int] | None = None  # the checkpoint it starts from, until it has
-    cached: int = 0  # prompt tokens taken from the checkpoint
-    miss: str | None = None  # why there was none
-    known: tuple[int, ...] = ()  # tokens made before a preemption, to be made again
+    wants: tuple[int, ...]  # positions where it leaves a checkpoint
+    source: Checkpoint | None  # what it starts from
+    miss: str | None  # why there is none
+    known: tuple[int, ...]  # tokens made before a preemption, to be made again
 
     @property
-    def reading(self) -> bool:
-        return not self.ended and self.read < len(self.request.prompt)
+    def cached(self) -> int:
+        """Prompt tokens taken from the checkpoint."""
+        return self.source.position if self.source is not None else 0
+
+
+class Counts(NamedTuple):
+    """How far each row has come; a null row's counts are zero. The arrays are never written to."""
+
+    prompt: np.ndarray  # tokens
+    budget: np.ndarray  # tokens it may generate
+    known: np.ndarray  # tokens made before a preemption, to be made again
+    read: np.ndarray  # prompt tokens planned, or taken from a checkpoint
+    made: np.ndarray  # generated tokens planned, if it does not stop early
+    ended: np.ndarray
+
+    @classmethod
+    def zeros(cls, rows: int) -> Counts:
+        prompt, budget, known, read, made = np.zeros((5, rows), np.int64)
+        return cls(prompt, budget, known, read, made, np.zeros(rows, bool))
 
     @property
-    def decoding(self) -> bool:
-        return not self.ended and self.read == len(self.request.prompt) and self.made < self.budget
-
-    def decoded(self, steps: int) -> Running:
-        """The request after so many more decode steps were planned; `dataclasses.replace` several times as fast."""
-        now, after = self.__dict__.copy(), object.__new__(Running)
-        made = now["at"] = now["made"]
-        now["made"] = min(made + steps, now["budget"])
-        object.__setattr__(after, "__dict__", now)
-        return after
+    def reading(self) -> np.ndarray:
+        """Rows that have prompt tokens left to plan."""
+        return (self.read < self.prompt) & ~self.ended
 
     @property
-    def leaving(self) -> bool:
-        """Whether nothing more is to be planned for it but the clearing of its row."""
-        return self.ended or self.made >= self.budget
+    def decoding(self) -> np.ndarray:
+        """Rows that have read their prompt and may yet generate."""
+        return (self.read == self.prompt) & (self.made < self.budget) & ~self.ended
+
+    @property
+    def leaving(self) -> np.ndarray:
+        """Rows for which nothing more is to be planned but that they are cleared."""
+        return (self.prompt > 0) & (self.ended | (self.made >= self.budget))
+
+    def put(self, rows: SequenceOf[int] | np.ndarray, **values: object) -> Counts:
+        """The counts with these values in these rows."""
+        after = {}
+        for name, value in values.items():
+            after[name] = getattr(self, name).copy()
+            after[name][rows] = value
+        return self._replace(**after)
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """Who waits, who runs in which row, which blocks are whose, and what the tables hold once all planned steps ran.
 
-    `staged` are checkpoints that a planned step writes and that nobody may read yet, by holder; `garbage` are holders
-    whose blocks the next plan frees; `skipped` counts checkpoints for which there was no block.
+    `starting` are rows that hold the checkpoint that they are yet to start from. `staged` are checkpoints that a
+    planned step writes and that nobody may read yet, by holder; `garbage` are holders whose blocks the next plan frees;
+    `skipped` counts checkpoints for which there was no block.
     """
 
     shape: PlanShape
     pool: BlockPool
     tables: HostTables
     rows: tuple[Running | None, ...]
+    counts: Counts
+    starting: tuple[int, ...] = ()
     waiting: tuple[Waiting, ...] = ()
     admitted: int = 0
     turn: str = "prefill"
@@ -98,7 +125,9 @@ class Schedule:
         """A schedule with all rows and blocks free."""
         spec = shape.spec
         tables = {g: np.zeros((spec.rows, spec.capacity(g)), np.int32) for g in spec.names}
-        return cls(shape, BlockPool.create(spec), tables, (None,) * spec.rows)
+        return cls(
+            shape, BlockPool.create(spec), tables, (None,) * spec.rows, Counts.zeros(spec.rows)
+        )
 
     @property
     def spec(self) -> CacheSpec:
@@ -115,12 +144,17 @@ class Schedule:
 
     @property
     def holders(self) -> list[str | None]:
-        return [r.request.id if r is not None else None for r in self.rows]
+        return holders_of(self.rows)
 
     def __repr__(self) -> str:
         rows = f"{len(self.running)} of {self.spec.rows} rows running"
         kept = f", {self.index}" if self.shape.checkpoints else ""
         return f"Schedule({rows}, {len(self.waiting)} waiting, {self.pool}{kept})"
+
+
+def holders_of(rows: SequenceOf[Running | None]) -> list[str | None]:
+    """Whose each row is."""
+    return [r.request.id if r is not None else None for r in rows]
 
 
 def budget_of(request: Request, spec: CacheSpec) -> int:
@@ -136,8 +170,11 @@ def budget_of(request: Request, spec: CacheSpec) -> int:
 def submit(schedule: Schedule, request: Request) -> Schedule:
     """Puts the request at the end of the queue; CapacityError when it can never fit."""
     budget_of(request, schedule.spec)
-    keys = block_keys(request.prompt, request.cache_salt) if schedule.shape.checkpoints else ()
-    return dataclasses.replace(schedule, waiting=(*schedule.waiting, Waiting(request, keys)))
+    tokens = np.array(request.prompt, np.int32)
+    keys = block_keys(tokens, request.cache_salt) if schedule.shape.checkpoints else ()
+    return dataclasses.replace(
+        schedule, waiting=(*schedule.waiting, Waiting(request, tokens, keys))
+    )
 
 
 def end(schedule: Schedule, request_id: str, *, discard: bool = False) -> Schedule:
@@ -145,12 +182,14 @@ def end(schedule: Schedule, request_id: str, *, discard: bool = False) -> Schedu
 
     With `discard` nothing that it wrote and that is not visible yet ever becomes so.
     """
-    waiting = tuple(w for w in schedule.waiting if w.id != request_id)
-    rows = tuple(
-        dataclasses.replace(r, ended=True) if r is not None and r.request.id == request_id else r
-        for r in schedule.rows
-    )
-    schedule = dataclasses.replace(schedule, waiting=waiting, rows=rows)
+    rows = [i for i, r in enumerate(schedule.rows) if r is not None and r.request.id == request_id]
+    if rows:
+        counts = schedule.counts.put(rows, ended=True)
+        schedule = dataclasses.replace(schedule, counts=counts)
+    # One that was preempted may be in both places until its row is cleared.
+    if any(w.request.id == request_id for w in schedule.waiting):
+        waiting = tuple(w for w in schedule.waiting if w.request.id != request_id)
+        schedule = dataclasses.replace(schedule, waiting=waiting)
     if discard:
         mine = [h for h, c in schedule.staged.items() if c.writer == request_id]
         schedule = _discard(schedule, mine)
@@ -171,28 +210,32 @@ def distrust(schedule: Schedule, request_id: str) -> Schedule:
 def preempt(schedule: Schedule, request_id: str, made: tuple[int, ...]) -> Schedule:
     """Takes the request's row away and puts it first in the queue; it will make the tokens in `made` again."""
     running = next((r for r in schedule.running if r.request.id == request_id), None)
-    if running is None or running.ended:
+    if running is None or schedule.counts.ended[running.row]:
         return schedule
     ended = end(schedule, request_id, discard=True)
-    waiting = Waiting(running.request, running.keys, made)
+    waiting = Waiting(running.request, running.tokens, running.keys, made)
     return dataclasses.replace(ended, waiting=(waiting, *ended.waiting))
 
 
 def publish(schedule: Schedule, staged: tuple[str, ...]) -> Schedule:
     """Makes the checkpoints of a step that was seen to complete visible, but for those discarded meanwhile."""
+    if not staged:
+        return schedule
+    ledger, index, known = schedule.pool.open(), schedule.index, []
     for holder in staged:
         checkpoint = schedule.staged.get(holder)
         if checkpoint is None:
             continue
-        if checkpoint.key in schedule.index.nodes:
-            schedule = _discard(schedule, [holder])
+        if checkpoint.key in index.nodes:
+            known.append(holder)
             continue
-        blocks = {group: [block] for group, block in checkpoint.blocks.items()}
-        pool = schedule.pool.seal(holder, blocks)
-        rest = {h: c for h, c in schedule.staged.items() if h != holder}
-        index = schedule.index.insert(checkpoint)
-        schedule = dataclasses.replace(schedule, pool=pool, staged=rest, index=index)
-    return schedule
+        ledger.seal(holder, {group: [block] for group, block in checkpoint.blocks.items()})
+        index = index.insert(checkpoint)
+    rest = {h: c for h, c in schedule.staged.items() if h not in staged}
+    garbage = (*schedule.garbage, *known)
+    return dataclasses.replace(
+        schedule, pool=ledger.close(), index=index, staged=rest, garbage=garbage
+    )
 
 
 def adopt(schedule: Schedule, stored: Checkpoint) -> tuple[Schedule, dict[str, int]] | None:

@@ -18,8 +18,8 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from jaxstate.plan import StepPlan, null_plan
-from jaxstate.prefix import Checkpoint, Key, Match, PrefixIndex, holder_of, wanted
+from jaxstate.plan import HostTables, StepPlan, null_plan
+from jaxstate.prefix import Checkpoint, Key, Match, holder_of, wanted
 from jaxstate.rules import check_plan
 from jaxstate.sampling import request_hash
 from jaxstate.schedule import (
@@ -30,10 +30,12 @@ from jaxstate.schedule import (
     distrust,
     end,
     forget_prefixes,
+    holders_of,
     preempt,
     publish,
     submit,
 )
+from jaxstate.state.ledger import Blocks
 from jaxstate.state.pool import BlockPool
 from jaxstate.state.spec import CacheSpec
 from pallas_kernels.rows import CHUNK
@@ -46,24 +48,57 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A checked plan, which request each row serves in it (None for null rows), and the checkpoints that it writes."""
+    """A checked plan, which request each row serves in it (None for null rows), and the checkpoints that it writes.
+
+    `at` is how many tokens each row's request had generated before it.
+    """
 
     kind: str  # "prefill" or "decode"
     plan: StepPlan
     serves: tuple[Running | None, ...]
+    at: np.ndarray
     staged: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Admitted:
-    """A waiting request that gets a row, and pool and index once it has its blocks."""
+class _Draft:
+    """The schedule after a step while the step is being made; a step that is refused leaves `before` as it was."""
 
-    waiting: Waiting
-    running: Running
-    ids: dict[str, np.ndarray]
-    pool: BlockPool
-    index: PrefixIndex
-    evicted: int
+    def __init__(self, before: Schedule):
+        self.before, self.shape, self.spec = before, before.shape, before.spec
+        self.ledger, self.index = before.pool.open(), before.index
+        self.rows, self.counts, self.starting = list(before.rows), before.counts, before.starting
+        self.waiting, self.staged = before.waiting, before.staged
+        self.admitted, self.skipped, self.evicted = before.admitted, before.skipped, before.evicted
+        # Checkpoints that rows are yet to start from: letting them go would free nothing.
+        self.keep: set[Key] = set()
+
+    def schedule(self, pool: BlockPool, tables: HostTables, turn: str) -> Schedule:
+        return Schedule(
+            self.shape, pool, tables, tuple(self.rows), self.counts, starting=self.starting, waiting=self.waiting,
+            admitted=self.admitted, turn=turn, index=self.index, staged=self.staged,
+            skipped=self.skipped, evicted=self.evicted,
+        )  # fmt: skip
+
+    def running(self, row: int) -> Running:
+        """The request of a row that has one."""
+        running = self.rows[row]
+        assert running is not None, f"row {row} is nobody's"
+        return running
+
+    def make_room(self, need: Mapping[str, int]) -> bool:
+        """Lets go of as many checkpoints as it takes; False, and no change, if all of them do not suffice."""
+        short = self.ledger.short(need)
+        if short and short > self.index.evictable(self.keep):
+            return False
+        while short:
+            step = self.index.evict(self.keep)
+            if step is None:
+                return False
+            self.index, node = step
+            self.ledger.release(node.holder)
+            self.evicted += 1
+            short = self.ledger.short(need)
+        return True
 
 
 def plan_next(
@@ -73,250 +108,232 @@ def plan_next(
 
     `extra_stop_ids` are the model's end tokens, which end every request that does not ignore them.
     """
-    leaving = [r for r in schedule.rows if r is not None and r.leaving]
-    stays = _release(schedule, leaving)
-    can_decode = any(r is not None and r.decoding for r in stays.rows)
+    draft = _Draft(schedule)
+    leaving = schedule.counts.leaving.nonzero()[0].tolist()
+    _release(draft, leaving)
+    can_decode = np.count_nonzero(draft.counts.decoding) > 0
     # Whom a decode step would not serve is not looked for.
     decodes = can_decode and schedule.turn == "decode"
-    admits = [] if decodes else _admit(stays)
-    can_read = bool(admits) or (
-        not decodes and any(r is not None and r.reading for r in stays.rows)
-    )
+    admitted = [] if decodes else _admit(draft)
+    can_read = not decodes and np.count_nonzero(draft.counts.reading) > 0
     if not can_read and not can_decode and not leaving and not schedule.garbage:
         return None
     kind = "prefill" if can_read else "decode"
-    plan = null_plan(schedule.shape, prefill=kind == "prefill")
-    for running in leaving:
-        plan.clear[running.row] = True
-    if kind == "prefill":
-        after, serves = _plan_prefill(stays, admits, plan, tuple(extra_stop_ids))
-    else:
-        after, serves = _plan_decode(stays, plan, decode_steps)
-    for group, freed in plan.freed.items():
-        # Not what has a new tenant already, nor what is sealed and has other holders.
-        freed[:] = (schedule.pool.refs[group] > 0) & (after.pool.refs[group] == 0)
-    tables = check_plan(plan, schedule.shape, schedule.tables, after.pool, after.holders)
-    after = dataclasses.replace(
-        after, tables=tables, turn="decode" if kind == "prefill" else "prefill"
-    )
-    staged = tuple(h for h in after.staged if h not in schedule.staged)
-    return after, Planned(kind, plan, serves, staged)
-
-
-def _release(schedule: Schedule, leaving: SequenceOf[Running]) -> Schedule:
-    """Frees the blocks of rows that leave and of dropped checkpoints, and the holds on those that rows started from."""
-    pool, rows = schedule.pool, list(schedule.rows)
+    plan, at = null_plan(schedule.shape, prefill=kind == "prefill"), draft.counts.made
     if leaving:
-        pool = pool.release_all(running.request.id for running in leaving)
-    for running in leaving:
-        rows[running.row] = None
-    for running in rows:
-        if running is None or running.source is None:
-            continue
-        if running.read > running.cached:
-            pool, _ = pool.free(running.request.id, _lists(running.source))
-            rows[running.row] = dataclasses.replace(running, source=None)
-    if schedule.garbage:
-        pool = pool.release_all(schedule.garbage)
-    if pool is schedule.pool and not leaving:
-        return schedule
-    return dataclasses.replace(schedule, pool=pool, rows=tuple(rows), garbage=())
+        plan.clear[leaving] = True
+    if kind == "prefill":
+        served = _plan_prefill(draft, admitted, plan, tuple(extra_stop_ids))
+    else:
+        served = _plan_decode(draft, plan, decode_steps)
+    pool = draft.ledger.close()
+    if pool is not schedule.pool:
+        for group, freed in plan.freed.items():
+            # Not what has a new tenant already, nor what is sealed and has other holders.
+            freed[:] = (schedule.pool.refs[group] > 0) & (pool.refs[group] == 0)
+    tables = check_plan(plan, schedule.shape, schedule.tables, pool, holders_of(draft.rows))
+    after = draft.schedule(pool, tables, turn="decode" if kind == "prefill" else "prefill")
+    serves = [r if s else None for r, s in zip(draft.rows, served.tolist(), strict=True)]
+    staged = tuple(h for h in draft.staged if h not in schedule.staged)
+    return after, Planned(kind, plan, tuple(serves), at, staged)
 
 
-def _admit(schedule: Schedule) -> list[_Admitted]:
-    """Waiting requests that get a row, in order; the first that does not fit ends the list.
+def _release(draft: _Draft, leaving: list[int]) -> None:
+    """Frees the blocks of rows that leave and of dropped checkpoints, and the holds on those that rows started from."""
+    ledger, counts = draft.ledger, draft.counts
+    for row in leaving:
+        ledger.release(draft.running(row).request.id)
+        draft.rows[row] = None
+    starting = []
+    for row in draft.starting:
+        running = draft.rows[row]
+        if running is not None and counts.read[row] > running.cached:
+            assert running.source is not None
+            ledger.free(running.request.id, _lists(running.source.blocks))
+        elif running is not None and running.source is not None:
+            draft.keep.add(running.source.key)
+            starting.append(row)
+    for holder in draft.before.garbage:
+        ledger.release(holder)
+    draft.starting = tuple(starting)
+    if leaving:
+        draft.counts = counts.put(leaving, prompt=0, budget=0, known=0, read=0, made=0, ended=False)
+
+
+def _admit(draft: _Draft) -> list[tuple[Running, Blocks]]:
+    """Gives waiting requests rows and blocks, in order, while the step has tokens for them; the first that does not fit
+    ends it.
 
     One whose prompt's state is being computed by another waits for that and lets those behind it pass.
     """
-    shape, spec, pool, index = schedule.shape, schedule.spec, schedule.pool, schedule.index
-    free_rows = [row for row, r in enumerate(schedule.rows) if r is None]
-    if not free_rows or not schedule.waiting:
+    if not draft.waiting:
         return []
+    shape, spec, counts = draft.shape, draft.spec, draft.counts
+    left = shape.chunk_tokens - sum(n for _, n in _chunks(draft))
+    free_rows = (counts.prompt == 0).nonzero()[0].tolist()
     room = {g: shape.width(g) for g in spec.names}
-    coming = {pair for r in schedule.running if not r.ended for pair in _coming(r)}
-    coming |= {(c.position, c.key) for c in schedule.staged.values()}
-    kept, admits = _sources(schedule), []
-    for waiting in schedule.waiting:
-        if len(admits) == len(free_rows):
+    coming = {pair for row in counts.reading.nonzero()[0].tolist() for pair in _coming(draft, row)}
+    coming |= {(c.position, c.key) for c in draft.staged.values()}
+    admitted, passed = [], []
+    for place, waiting in enumerate(draft.waiting):
+        if left <= 0 or len(admitted) == len(free_rows):
+            passed += draft.waiting[place:]
             break
-        request, match = waiting.request, _match(schedule, index, waiting)
-        start = match.checkpoint.position if match.checkpoint is not None else 0
-        if any(start < p < len(request.prompt) and _at(waiting.keys, p) == k for p, k in coming):
+        request, match = waiting.request, _match(draft, waiting)
+        source, length = match.checkpoint, len(request.prompt)
+        start = source.position if source is not None else 0
+        if any(start < p < length and _at(waiting.keys, p) == k for p, k in coming):
+            passed.append(waiting)
             continue
         budget = budget_of(request, spec)
-        need = spec.need(len(request.prompt) + budget, request.id)
-        keep = kept if match.checkpoint is None else kept | {match.checkpoint.key}
-        made = _make_room(pool, index, need, keep)
-        if made is None or any(room[g] < n for g, n in need.items()):
+        need = spec.need(length + budget, request.id)
+        if source is not None:
+            draft.keep.add(source.key)
+        if any(room[g] < n for g, n in need.items()) or not draft.make_room(need):
+            passed += draft.waiting[place:]
             break
-        (pool, index, evicted), source, kept = made, None, keep
-        pool, ids = pool.allocate(request.id, need)
-        if match.checkpoint is not None:
-            source = match.checkpoint.blocks
-            pool, index = pool.share(request.id, _lists(source)), index.use(match.checkpoint.key)
-        index = index.see(waiting.keys)
-        room = {g: room[g] - n for g, n in need.items()}
         running = Running(
-            request, free_rows[len(admits)], budget, schedule.admitted + len(admits) + 1, read=start,
-            keys=waiting.keys, source=source, cached=start, miss=match.miss, known=waiting.made,
-            wants=wanted(match, len(request.prompt)) if shape.checkpoints else (),
+            request, waiting.tokens, waiting.keys, free_rows[len(admitted)], budget, draft.admitted + 1,
+            wants=wanted(match, length) if shape.checkpoints else (),
+            source=source, miss=match.miss, known=waiting.made,
         )  # fmt: skip
-        coming |= set(_coming(running))
-        admits.append(_Admitted(waiting, running, ids, pool, index, evicted))
-    return admits
+        admitted.append((running, _enter(draft, running, need)))
+        left -= length - start
+        room = {g: room[g] - n for g, n in need.items()}
+        coming |= {(p, running.keys[p // CHUNK - 1]) for p in running.wants}
+    draft.waiting = tuple(passed)
+    if admitted:
+        news = [running for running, _ in admitted]
+        draft.counts = counts.put(
+            [r.row for r in news], prompt=[len(r.tokens) for r in news], budget=[r.budget for r in news],
+            known=[len(r.known) for r in news], read=[r.cached for r in news],
+        )  # fmt: skip
+    return admitted
 
 
-def _sources(schedule: Schedule) -> frozenset[Key]:
-    """Checkpoints that rows are yet to start from; letting them go would free nothing."""
-    held = (r for r in schedule.rows if r is not None and r.source is not None)
-    return frozenset(r.keys[r.cached // CHUNK - 1] for r in held)
+def _enter(draft: _Draft, running: Running, need: Mapping[str, int]) -> Blocks:
+    """Gives the request its row and blocks, and the checkpoint that it starts from to read; the blocks."""
+    row, name, source = running.row, running.request.id, running.source
+    ids = draft.ledger.allocate(name, need)
+    if source is not None:
+        draft.ledger.share(name, _lists(source.blocks))
+        draft.index = draft.index.use(source.key)
+        draft.starting = (*draft.starting, row)
+    draft.index = draft.index.see(running.keys)
+    draft.rows[row], draft.admitted = running, running.order
+    return ids
 
 
-def _match(schedule: Schedule, index: PrefixIndex, waiting: Waiting) -> Match:
-    if not schedule.shape.checkpoints:
+def _match(draft: _Draft, waiting: Waiting) -> Match:
+    if not draft.shape.checkpoints:
         return Match(None, 0, "off")
-    return index.match(waiting.keys, len(waiting.request.prompt))
+    return draft.index.match(waiting.keys, len(waiting.request.prompt))
 
 
-def _coming(running: Running) -> list[tuple[int, Key]]:
-    return [(p, running.keys[p // CHUNK - 1]) for p in running.wants]
+def _coming(draft: _Draft, row: int) -> list[tuple[int, Key]]:
+    """Where the row's prompt is yet to leave checkpoints."""
+    running, read = draft.running(row), draft.counts.read[row]
+    return [(p, running.keys[p // CHUNK - 1]) for p in running.wants if p > read]
 
 
 def _at(keys: tuple[Key, ...], position: int) -> Key | None:
     return keys[position // CHUNK - 1] if position // CHUNK <= len(keys) else None
 
 
-def _make_room(
-    pool: BlockPool, index: PrefixIndex, need: Mapping[str, int], keep: frozenset[Key]
-) -> tuple[BlockPool, PrefixIndex, int] | None:
-    """Pool and index after letting go as many checkpoints as it takes; None if all of them do not suffice."""
-    evicted = 0
-    while not pool.fits(need):
-        step = index.evict(keep)
-        if step is None:
-            return None
-        index, node = step
-        pool, _ = pool.release(node.holder)
-        evicted += 1
-    return pool, index, evicted
-
-
-def _plan_prefill(
-    schedule: Schedule, admits: SequenceOf[_Admitted], plan: StepPlan, extra: tuple[int, ...]
-) -> tuple[Schedule, tuple[Running | None, ...]]:
-    shape, rows = schedule.shape, list(schedule.rows)
-    used = dict.fromkeys(schedule.spec.names, 0)
-    left = shape.chunk_tokens - sum(n for _, n in _chunks(rows, shape.chunk_tokens))
-    entered: list[Waiting] = []
-    for admitted in admits:
-        if left <= 0:
-            break
-        running = admitted.running
-        rows[running.row] = running
-        left -= len(running.request.prompt) - running.read
-        _write_row(plan, schedule.spec, running, admitted.ids, used)
-        _write_admission(plan, running, extra)
-        entered.append(admitted.waiting)
-        schedule = dataclasses.replace(
-            schedule, pool=admitted.pool, index=admitted.index, admitted=running.order,
-            evicted=schedule.evicted + admitted.evicted,
-        )  # fmt: skip
-    prefill, serves, chunks = plan.prefill, _nobody(len(rows)), _chunks(rows, shape.chunk_tokens)
-    assert prefill is not None
-    lengths = np.zeros(len(rows), np.int64)
-    for running, n in chunks:
-        lengths[running.row] = n
-    np.cumsum(lengths, out=prefill.offsets[1:])
-    for running, n in chunks:
-        row, at, end_ = running.row, int(prefill.offsets[running.row]), running.read + n
-        schedule, running = _leave_checkpoints(schedule, plan, running, end_, used)
-        prefill.starts[row] = running.read
-        prefill.tokens[at : at + n] = running.request.prompt[running.read : end_]
-        ends = end_ == len(running.request.prompt)
-        prefill.sample[row] = ends
-        if ends and running.known:
-            plan.forced[row, 0] = running.known[0]
-        rows[row] = serves[row] = dataclasses.replace(running, read=end_, made=int(ends), at=0)
-    waiting = tuple(w for w in schedule.waiting if w not in entered)
-    return dataclasses.replace(schedule, rows=tuple(rows), waiting=waiting), tuple(serves)
-
-
-def _leave_checkpoints(
-    schedule: Schedule, plan: StepPlan, running: Running, end_: int, used: dict[str, int]
-) -> tuple[Schedule, Running]:
-    """Finds blocks for the checkpoints that the row passes in this step; one that finds none is skipped."""
-    prefill = plan.prefill
-    assert prefill is not None
-    start, slot = running.read, 0
-    positions = [p for p in running.wants if start < p <= end_]
-    if not positions:
-        return schedule, running
-    keep = _sources(schedule)
-    for position in positions:
-        one, key = dict.fromkeys(schedule.spec.names, 1), running.keys[position // CHUNK - 1]
-        holder = f"{holder_of(key)} {running.order}"
-        made = _make_room(schedule.pool, schedule.index, one, keep)
-        if made is None or slot == schedule.shape.checkpoints:
-            schedule = dataclasses.replace(schedule, skipped=schedule.skipped + 1)
-            continue
-        pool, index, evicted = made
-        pool, ids = pool.allocate(holder, one)
-        blocks = {group: int(block[0]) for group, block in ids.items()}
-        before = max([p for p in (running.cached, *_positions(schedule, running)) if p < position])
-        checkpoint = Checkpoint(
-            key, position, blocks, holder, running.request.id, position - before,
-            chain=running.keys[: position // CHUNK], salt=running.request.cache_salt,
-        )  # fmt: skip
-        schedule = dataclasses.replace(
-            schedule, pool=pool, index=index, evicted=schedule.evicted + evicted,
-            staged={**schedule.staged, holder: checkpoint},
-        )  # fmt: skip
-        for group, block in blocks.items():
-            prefill.checkpoints[group][running.row, slot] = block
-            plan.zero[group][used[group]] = block
-            used[group] += 1
-        prefill.checkpoint_positions[running.row, slot] = position - start
-        slot += 1
-    wants = tuple(p for p in running.wants if p > end_)
-    return schedule, dataclasses.replace(running, wants=wants)
-
-
-def _positions(schedule: Schedule, running: Running) -> list[int]:
-    """Where this request has left checkpoints."""
-    staged = [c.position for c in schedule.staged.values() if c.writer == running.request.id]
-    kept = [n * CHUNK for n, key in enumerate(running.keys, 1) if key in schedule.index.nodes]
-    return [*staged, *kept]
-
-
-def _chunks(rows: SequenceOf[Running | None], room: int) -> list[tuple[Running, int]]:
-    """How many prompt tokens each sequence reads now, oldest first; cut only where a cut changes no bits."""
-    chunks = []
-    reading = [r for r in rows if r is not None and r.reading]
-    for running in sorted(reading, key=lambda r: r.order):
-        n = len(running.request.prompt) - running.read
+def _chunks(draft: _Draft) -> list[tuple[int, int]]:
+    """How many prompt tokens each row reads now, oldest first; cut only where a cut changes no bits."""
+    chunks, room, counts = [], draft.shape.chunk_tokens, draft.counts
+    reading = counts.reading.nonzero()[0].tolist()
+    for row in sorted(reading, key=lambda row: draft.running(row).order):
+        n = int(counts.prompt[row] - counts.read[row])
         if n > room:
             n = room // CHUNK * CHUNK
         if n > 0:
-            chunks.append((running, n))
+            chunks.append((row, n))
             room -= n
     return chunks
 
 
-def _plan_decode(
-    schedule: Schedule, plan: StepPlan, steps: int
-) -> tuple[Schedule, tuple[Running | None, ...]]:
-    rows, serves = list(schedule.rows), _nobody(schedule.spec.rows)
-    for row, running in enumerate(rows):
-        if running is not None and running.decoding:
-            if running.known:
-                known = running.known[running.made : running.made + steps]
-                plan.forced[row, : len(known)] = known
-            rows[row] = serves[row] = running.decoded(steps)
-    return dataclasses.replace(schedule, rows=tuple(rows)), tuple(serves)
+def _plan_prefill(
+    draft: _Draft, admitted: SequenceOf[tuple[Running, Blocks]], plan: StepPlan, extra: tuple[int, ...]
+) -> np.ndarray:  # fmt: skip
+    """Packs prompt tokens; the rows that read some."""
+    used, prefill = dict.fromkeys(draft.spec.names, 0), plan.prefill
+    assert prefill is not None
+    for running, ids in admitted:
+        _write_row(plan, draft.spec, running, ids, used)
+        _write_admission(plan, running, extra)
+    chunks, counts = _chunks(draft), draft.counts
+    rows = [row for row, _ in chunks]
+    lengths = np.zeros(len(draft.rows), np.int64)
+    lengths[rows] = [n for _, n in chunks]
+    np.cumsum(lengths, out=prefill.offsets[1:])
+    ends = counts.read + lengths
+    prefill.starts[rows] = counts.read[rows]
+    prefill.sample[rows] = (ends == counts.prompt)[rows]
+    for row, n in chunks:
+        running, at, start = draft.running(row), int(prefill.offsets[row]), int(counts.read[row])
+        _leave_checkpoints(draft, plan, running, start + n, used)
+        prefill.tokens[at : at + n] = running.tokens[start : start + n]
+        if running.known and prefill.sample[row]:
+            plan.forced[row, 0] = running.known[0]
+    draft.counts = counts.put(rows, read=ends[rows], made=prefill.sample[rows])
+    return lengths > 0
 
 
-def _nobody(rows: int) -> list[Running | None]:
-    return [None] * rows
+def _leave_checkpoints(
+    draft: _Draft, plan: StepPlan, running: Running, end_: int, used: dict[str, int]
+) -> None:
+    """Finds blocks for the checkpoints that the row passes in this step; one that finds none is skipped."""
+    prefill, row, slot = plan.prefill, running.row, 0
+    assert prefill is not None
+    start = int(draft.counts.read[row])
+    positions = [p for p in running.wants if start < p <= end_]
+    if not positions:
+        return
+    one = dict.fromkeys(draft.spec.names, 1)
+    for position in positions:
+        if slot == draft.shape.checkpoints or not draft.make_room(one):
+            draft.skipped += 1
+            continue
+        key = running.keys[position // CHUNK - 1]
+        holder = f"{holder_of(key)} {running.order}"
+        ids = draft.ledger.allocate(holder, one)
+        blocks = {group: block[0] for group, block in ids.items()}
+        cost = position - _before(draft, running, position)
+        checkpoint = Checkpoint(
+            key, position, blocks, holder, running.request.id, cost,
+            chain=running.keys[: position // CHUNK], salt=running.request.cache_salt,
+        )  # fmt: skip
+        draft.staged = {**draft.staged, holder: checkpoint}
+        for group, block in blocks.items():
+            prefill.checkpoints[group][row, slot] = block
+            plan.zero[group][used[group]] = block
+            used[group] += 1
+        prefill.checkpoint_positions[row, slot] = position - start
+        slot += 1
+
+
+def _before(draft: _Draft, running: Running, position: int) -> int:
+    """The last place before this one where a state of the prompt is kept or coming; its start, if there is none."""
+    coming = {checkpoint.key for checkpoint in draft.staged.values()}
+    for place in range(position - CHUNK, running.cached, -CHUNK):
+        key = running.keys[place // CHUNK - 1]
+        if key in draft.index.nodes or key in coming:
+            return place
+    return running.cached
+
+
+def _plan_decode(draft: _Draft, plan: StepPlan, steps: int) -> np.ndarray:
+    """Generates in every row that has read its prompt; those rows."""
+    counts, rows = draft.counts, draft.counts.decoding
+    for row in (rows & (counts.made < counts.known)).nonzero()[0].tolist():
+        made = int(counts.made[row])
+        known = draft.running(row).known[made : made + steps]
+        plan.forced[row, : len(known)] = known
+    made = np.where(rows, np.minimum(counts.made + steps, counts.budget), counts.made)
+    draft.counts = counts._replace(made=made)
+    return rows
 
 
 def _lists(blocks: Mapping[str, int]) -> dict[str, list[int]]:
@@ -327,7 +344,7 @@ def _write_row(
     plan: StepPlan,
     spec: CacheSpec,
     running: Running,
-    held: Mapping[str, SequenceOf[int] | np.ndarray],
+    held: Blocks,
     used: dict[str, int],
 ) -> None:
     for group in spec.names:
@@ -344,9 +361,10 @@ def _write_admission(plan: StepPlan, running: Running, extra: tuple[int, ...]) -
     stops = (*asked.stop_ids, *(() if asked.ignore_eos else extra))
     admission.rows[row], admission.budget[row] = True, running.budget
     admission.stop_ids[row, : len(stops)] = stops
-    admission.position[row] = running.cached
-    for group, block in (running.source or {}).items():
-        admission.source[group][row] = block
+    if running.source is not None:
+        admission.position[row] = running.cached
+        for group, block in running.source.blocks.items():
+            admission.source[group][row] = block
     sampling = admission.sampling
     sampling.temperature[row], sampling.top_k[row] = asked.temperature, asked.top_k
     sampling.top_p[row], sampling.min_p[row] = asked.top_p, asked.min_p

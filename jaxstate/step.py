@@ -7,8 +7,11 @@ lookup, so it reads zeros and writes nothing.
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -94,6 +97,14 @@ class Outcome(struct.PyTreeNode):
     logprob: Float32[Array, "steps rows"]
     made: Bool[Array, "steps rows"]
     bad: Bool[Array, "steps rows"]
+
+    def by_row(self) -> list[tuple[list[int], list[float]]]:
+        """Each row's tokens and their logprobs; arrays are taken apart once, not row by row."""
+        made = np.asarray(self.made).T
+        tokens, logprobs = np.asarray(self.token).T[made], np.asarray(self.logprob).T[made]
+        ends = np.cumsum(np.count_nonzero(made, axis=1)).tolist()
+        tokens, logprobs = tokens.tolist(), logprobs.tolist()
+        return [(tokens[a:b], logprobs[a:b]) for a, b in itertools.pairwise([0, *ends])]
 
 
 def prepare(state: EngineState, plan: StepPlan, *, poison: bool) -> EngineState:

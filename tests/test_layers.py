@@ -17,6 +17,7 @@ LAYERS = (
         "jaxstate.text",
         "jaxstate.plan",
         "jaxstate.rules",
+        "jaxstate.heap",
         "jaxstate.prefix",
         "jaxstate.prefix_store",
         "jaxstate.schedule",

@@ -80,17 +80,19 @@ class Storm:
     def _abort_and_retry(self) -> None:
         for running in self.engine.schedule.running:
             name = running.request.id
-            if running.ended or name in self.calm or name in self.answered:
+            row, counts = running.row, self.engine.schedule.counts
+            if counts.ended[row] or name in self.calm or name in self.answered:
                 continue
-            if running.read > running.cached:
-                self.midway += running.reading
+            if counts.read[row] > running.cached:
+                self.midway += int(counts.reading[row])
                 self.engine.abort(name)
                 self.engine.submit(self.requests[name])
                 self.calm.add(name)
                 self.retries += 1
 
     def _preempt(self) -> None:
-        running = [r for r in self.engine.schedule.running if not r.leaving]
+        leaving = self.engine.schedule.counts.leaving
+        running = [r for r in self.engine.schedule.running if not leaving[r.row]]
         if running:
             self.engine.preempt(running[self.rng.integers(len(running))].request.id)
 

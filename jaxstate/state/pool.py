@@ -9,15 +9,14 @@ Costs are a few small numpy copies; nothing here walks all blocks in Python.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from flax import struct
 from rpds import HashTrieMap
 
-from jaxstate.errors import CapacityError, OwnershipError
-from jaxstate.state.ids import whole_number, whole_numbers
+from jaxstate.state.ledger import Blocks, Ledger
 from jaxstate.state.spec import NULL, CacheSpec, format_leaves, has_values
 
 Ids = dict[str, np.ndarray]
@@ -26,6 +25,10 @@ Ids = dict[str, np.ndarray]
 def _frozen(array: np.ndarray) -> np.ndarray:
     array.setflags(write=False)
     return array
+
+
+def _arrays(blocks: Blocks) -> Ids:
+    return {group: _frozen(np.array(ids, np.int32)) for group, ids in blocks.items()}
 
 
 class Held(Mapping[str, dict[str, tuple[int, ...]]]):
@@ -103,25 +106,9 @@ class BlockPool(struct.PyTreeNode):
           CapacityError: some group has too few free blocks; nothing changed.
           OwnershipError: an unknown group, or a need that is no count.
         """
-        for group, n in need.items():
-            self._check_group(group)
-            n = whole_number(n, f"group {group!r}: what {holder!r} asks for")
-            if n < 0:
-                raise OwnershipError(
-                    "needs are counts", f"group {group!r}: {holder!r} asks for {n} blocks"
-                )
-            if n > self.free_count(group):
-                raise CapacityError(
-                    request=holder, group=group, need=n, capacity=self.free_count(group), unit="free blocks",
-                    remedy=f"wait for other requests to end, or raise the group's {len(self.refs[group])} blocks",
-                )  # fmt: skip
-        free, refs, ids = dict(self.free_lists), dict(self.refs), {}
-        for group, n in need.items():
-            stack = free[group]
-            ids[group] = _frozen(stack[len(stack) - n :][::-1].copy())
-            free[group] = stack[: len(stack) - n]
-            refs[group] = self._counted(group, ids[group], +1)
-        return self.replace(free_lists=free, refs=refs, held=self._with(holder, ids)), ids
+        ledger = self.open()
+        ids = _arrays(ledger.allocate(holder, need))
+        return ledger.close(), ids
 
     def share(self, holder: str, ids: Mapping[str, Any]) -> BlockPool:
         """Makes `holder` one more holder of sealed blocks.
@@ -129,21 +116,9 @@ class BlockPool(struct.PyTreeNode):
         Raises:
           OwnershipError: null, out of range, not sealed, or held by this holder already.
         """
-        refs, taken = dict(self.refs), {}
-        for group, given in ids.items():
-            taken[group] = self._checked(group, given)
-            for block in taken[group].tolist():
-                if not self.sealed[group][block]:
-                    raise OwnershipError(
-                        "only sealed blocks are shared",
-                        f"group {group!r}: block {block} is not sealed",
-                    )
-                if block in self.held.get(holder, {}).get(group, ()):
-                    raise OwnershipError(
-                        "one hold each", f"group {group!r}: {holder!r} holds block {block} already"
-                    )
-            refs[group] = self._counted(group, taken[group], +1)
-        return self.replace(refs=refs, held=self._with(holder, taken))
+        ledger = self.open()
+        ledger.share(holder, ids)
+        return ledger.close()
 
     def seal(self, holder: str, ids: Mapping[str, Any]) -> BlockPool:
         """Marks blocks of `holder` as never to be written again, so that they may be shared.
@@ -151,14 +126,9 @@ class BlockPool(struct.PyTreeNode):
         Raises:
           OwnershipError: null, out of range, or not held by `holder`.
         """
-        sealed = dict(self.sealed)
-        for group, given in ids.items():
-            blocks = self._checked(group, given)
-            self._require_held(holder, group, blocks)
-            sealed[group] = sealed[group].copy()
-            sealed[group][blocks] = True
-            _frozen(sealed[group])
-        return self.replace(sealed=sealed)
+        ledger = self.open()
+        ledger.seal(holder, ids)
+        return ledger.close()
 
     def free(self, holder: str, ids: Mapping[str, Any]) -> tuple[BlockPool, Ids]:
         """Ends the hold of `holder` on these blocks; those that nobody holds any more return to the free list.
@@ -168,23 +138,9 @@ class BlockPool(struct.PyTreeNode):
         Raises:
           OwnershipError: null, out of range, listed twice, or not held by `holder` (a double or foreign free).
         """
-        free, refs, sealed, gone = dict(self.free_lists), dict(self.refs), dict(self.sealed), {}
-        held = dict(self.held.get(holder, {}))
-        for group, given in ids.items():
-            blocks = self._checked(group, given)
-            self._require_held(holder, group, blocks)
-            refs[group] = self._counted(group, blocks, -1)
-            gone[group] = _frozen(blocks[refs[group][blocks] == 0])
-            # Freed first to last, so that the last one freed is the next one handed out.
-            free[group] = _frozen(np.concatenate([free[group], gone[group][::-1]]))
-            if sealed[group][gone[group]].any():
-                sealed[group] = sealed[group].copy()
-                sealed[group][gone[group]] = False
-                _frozen(sealed[group])
-            leaving = set(blocks.tolist())
-            held[group] = tuple(b for b in held.get(group, ()) if b not in leaving)
-        everyone = self.held.put(holder, held)
-        return self.replace(free_lists=free, refs=refs, sealed=sealed, held=everyone), gone
+        ledger = self.open()
+        gone = _arrays(ledger.free(holder, ids))
+        return ledger.close(), gone
 
     def release(self, holder: str) -> tuple[BlockPool, Ids]:
         """Ends every hold of `holder`; as `free` of all that it holds.
@@ -192,53 +148,17 @@ class BlockPool(struct.PyTreeNode):
         Raises:
           OwnershipError: `holder` holds nothing (it never did, or was released before).
         """
-        if holder not in self.held:
-            raise OwnershipError(
-                "no double free",
-                f"{holder!r} holds no blocks; it was released before, or never had any",
-            )
-        return self.free(holder, self.held[holder])
-
-    def release_all(self, holders: Iterable[str]) -> BlockPool:
-        """The pool after `release` of each of these in turn, for the price of one.
-
-        Raises:
-          OwnershipError: one of them holds nothing.
-        """
-        everyone, refs, gone = self.held, {}, {}
-        for holder in holders:
-            if holder not in everyone:
-                self.replace(held=everyone).release(holder)
-            for group, blocks in everyone[holder].items():
-                if group not in refs:
-                    refs[group], gone[group] = self.refs[group].copy(), []
-                count, last = refs[group], []
-                for block in blocks:
-                    count[block] -= 1
-                    if count[block] == 0:
-                        last.append(block)
-                gone[group] += last[::-1]
-            everyone = everyone.put(holder, {})
-        free, sealed = dict(self.free_lists), dict(self.sealed)
-        for group, blocks in gone.items():
-            _frozen(refs[group])
-            free[group] = _frozen(np.concatenate([free[group], np.array(blocks, np.int32)]))
-            if sealed[group][blocks].any():
-                sealed[group] = sealed[group].copy()
-                sealed[group][blocks] = False
-                _frozen(sealed[group])
-        return self.replace(
-            free_lists=free, refs={**self.refs, **refs}, sealed=sealed, held=everyone
-        )
+        ledger = self.open()
+        gone = _arrays(ledger.release(holder))
+        return ledger.close(), gone
 
     def check_write(self, holder: str, group: str, ids: Any) -> None:
         """Raises OwnershipError unless `holder` may write these blocks: its own, live, each named once."""
-        blocks = self._checked(group, ids)
-        self._require_held(holder, group, blocks)
-        for block in blocks[self.sealed[group][blocks]].tolist():
-            raise OwnershipError(
-                "sealed blocks are never written", f"group {group!r}: block {block} is sealed"
-            )
+        self.open().check_write(holder, group, ids)
+
+    def open(self) -> Ledger:
+        """A ledger in which many changes are made at once; `close` gives the pool after them."""
+        return Ledger(self)
 
     def check(self) -> None:
         """Raises AssertionError unless the account adds up: every block is free, held or null, and counted right."""
@@ -260,54 +180,6 @@ class BlockPool(struct.PyTreeNode):
             assert (refs[~self.sealed[group]] <= 1).all(), (
                 f"group {group!r}: a live block with two holders"
             )
-
-    def _check_group(self, group: str) -> None:
-        if group not in self.refs:
-            raise OwnershipError(
-                "known groups", f"there is no group {group!r}; the groups are {sorted(self.refs)}"
-            )
-
-    def _checked(self, group: str, ids: Any) -> np.ndarray:
-        self._check_group(group)
-        wide, size = whole_numbers(ids, f"group {group!r}: blocks"), len(self.refs[group])
-        for block in [b for b in wide.tolist() if not 0 <= b < size]:
-            raise OwnershipError(
-                "ids are in range", f"group {group!r}: block {block} is outside the pool of {size}"
-            )
-        if (wide == NULL).any():
-            raise OwnershipError(
-                "null is nobody's", f"group {group!r}: block {NULL} is the null block"
-            )
-        if wide.size > 1 and len(np.unique(wide)) != len(wide):
-            raise OwnershipError(
-                "each block once", f"group {group!r}: a block is named twice in {wide.tolist()}"
-            )
-        return wide.astype(np.int32)
-
-    def _require_held(self, holder: str, group: str, blocks: np.ndarray) -> None:
-        mine = self.held.get(holder, {}).get(group, ())
-        for block in blocks.tolist():
-            if block not in mine:
-                rule = (
-                    "no double free"
-                    if self.refs[group][block] == 0
-                    else "only a holder frees, seals and writes"
-                )
-                state = "free" if self.refs[group][block] == 0 else "held by another"
-                raise OwnershipError(
-                    rule, f"group {group!r}: block {block} is {state}, not {holder!r}'s"
-                )
-
-    def _counted(self, group: str, blocks: np.ndarray, by: int) -> np.ndarray:
-        refs = self.refs[group].copy()
-        refs[blocks] += by
-        return _frozen(refs)
-
-    def _with(self, holder: str, ids: Mapping[str, Iterable[int]]) -> Held:
-        mine = dict(self.held.get(holder, {}))
-        for group, blocks in ids.items():
-            mine[group] = mine.get(group, ()) + tuple(np.asarray(blocks).tolist())
-        return self.held.put(holder, mine)
 
     def __repr__(self) -> str:
         account = (self.free_lists, self.refs, self.sealed)

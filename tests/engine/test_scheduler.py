@@ -85,7 +85,7 @@ def test_br27_requests_are_admitted_by_blocks_and_none_overtakes():
     assert schedule.pool.free_count("paged") == 7
     started = [
         r.request.id for _, planned in drive(schedule) for r in planned.serves
-        if r is not None and r.read and planned.kind == "prefill"
+        if r is not None and planned.kind == "prefill"
     ]  # fmt: skip
     assert list(dict.fromkeys(started)) == ["a", "b", "c"]
 
@@ -216,7 +216,7 @@ def test_ends_are_predicted_from_the_budget():
     schedule = submit(schedule_of(), request("a", prompt_of(5), max_tokens=8))
     steps = list(drive(schedule))
     assert [planned.kind for _, planned in steps] == ["prefill", "decode", "decode", "decode"]
-    assert [s.rows[0].made if s.rows[0] else None for s, _ in steps] == [1, 5, 8, None]
+    assert [s.counts.made[0] if s.rows[0] else None for s, _ in steps] == [1, 5, 8, None]
     assert steps[-1][1].plan.clear.tolist() == [True, False, False]
     assert steps[-1][0].idle
 

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from jaxstate import engine, progress, scheduler, step
-from jaxstate.state import BlockPool, BlockTables, CacheSpec, StateCache
+from jaxstate.schedule import Counts
+from jaxstate.state import BlockTables, CacheSpec, StateCache
 from jaxstate.state.cache import fill_blocks
+from jaxstate.state.ledger import Ledger
 from pallas_kernels import blocks
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -25,7 +27,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def checks_off(patch: pytest.MonkeyPatch) -> None:
     """Takes out everything by which the host refuses: plan validation, row widths and the pool's guards."""
-    counted = BlockPool._counted
+    count = Ledger._count
 
     def apply_only(plan, shape, tables, pool, holders):
         after = {}
@@ -38,12 +40,13 @@ def checks_off(patch: pytest.MonkeyPatch) -> None:
         return after
 
     def never_below_zero(self, group, ids, by):
-        return np.maximum(counted(self, group, ids, by), 0)
+        refs = count(self, group, ids, by)
+        return np.maximum(refs, 0, out=refs)
 
     patch.setattr(scheduler, "check_plan", apply_only)
     patch.setattr(CacheSpec, "check_row", lambda self, name, need, request="": None)
-    patch.setattr(BlockPool, "_require_held", lambda self, holder, group, ids: None)
-    patch.setattr(BlockPool, "_counted", never_below_zero)
+    patch.setattr(Ledger, "_require_held", lambda self, holder, group, ids: None)
+    patch.setattr(Ledger, "_count", never_below_zero)
 
 
 def planner(change: Callable[..., None]) -> Patch:
@@ -115,8 +118,11 @@ def decode_unmasked(patch):
 
 def leaves_early(patch):
     """The last step of a request is taken for done as soon as the one before it is planned."""
-    early = property(lambda self: self.ended or (self.made >= self.budget - 2 and self.made > 0))
-    patch.setattr(scheduler.Running, "leaving", early)
+
+    def early(self):
+        return self.ended | ((self.made >= self.budget - 2) & (self.made > 0))
+
+    patch.setattr(Counts, "leaving", property(early))
 
 
 def credits_new_tenant(patch):
@@ -198,32 +204,31 @@ def names_anothers_block(plan, tables, pool, holders):
 def frees_twice(patch):
     release = scheduler._release
 
-    def twice(schedule, leaving):
-        after = release(schedule, leaving)
-        pool = after.pool
-        for running in leaving:
-            pool, _ = pool.free(running.request.id, schedule.pool.held[running.request.id])
-        return dataclasses.replace(after, pool=pool)
+    def twice(draft, leaving):
+        names = [draft.running(row).request.id for row in leaving]
+        release(draft, leaving)
+        for name in names:
+            draft.ledger.free(name, draft.before.pool.held[name])
 
     patch.setattr(scheduler, "_release", twice)
 
 
 def no_holder_check(patch):
-    patch.setattr(BlockPool, "_require_held", lambda self, holder, group, ids: None)
+    patch.setattr(Ledger, "_require_held", lambda self, holder, group, ids: None)
 
 
 def no_null_check(patch):
     """Null ids are skipped where they have to be refused."""
-    checked = BlockPool._checked
+    checked = Ledger._checked
 
     def without_null(self, group, ids):
         return checked(self, group, [i for i in np.atleast_1d(ids).tolist() if i != 0])
 
-    patch.setattr(BlockPool, "_checked", without_null)
+    patch.setattr(Ledger, "_checked", without_null)
 
 
 def seals_nothing(patch):
-    patch.setattr(BlockPool, "seal", lambda self, holder, ids: self)
+    patch.setattr(Ledger, "seal", lambda self, holder, ids: None)
 
 
 # -- sizes and ids ---------------------------------------------------------------------------------

@@ -166,8 +166,9 @@ def shards() -> Symptoms:
 
 def _ahead_of_leaving(schedule: Schedule) -> Schedule:
     """The same schedule with nobody about to leave, so that the tables can be compared with all three in place."""
-    rows = tuple(r and dataclasses.replace(r, budget=2) for r in schedule.rows)
-    return dataclasses.replace(schedule, rows=rows, turn="prefill")
+    rows = [r.row for r in schedule.running]
+    counts = schedule.counts.put(rows, budget=2)
+    return dataclasses.replace(schedule, counts=counts, turn="prefill")
 
 
 def values() -> Symptoms:
@@ -218,7 +219,7 @@ def _scanned(prompts: list[tuple[str, int]]) -> bytes:
         prompt = tuple(range(length))
         schedule = scheduler.submit(schedule, Request(name, prompt, SamplingParams(max_tokens=9)))
     tables, states = BlockTables.empty(spec), jnp.full((1, 3, 1, 4, 4), jnp.nan)
-    while any(r.reading for r in schedule.running) or schedule.waiting:
+    while schedule.counts.reading.any() or schedule.waiting:
         step = scheduler.plan_next(schedule, decode_steps=1)
         assert step is not None
         schedule, planned = step

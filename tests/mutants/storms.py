@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -56,7 +55,7 @@ def storm() -> dict[str, str]:
                     symptoms.setdefault("text", f"{event.id} after {step} steps: {done.tokens}")
                 submit(event.id, step)
             for running in engine.schedule.running:
-                if running.reading and not running.ended and rng.random() < 0.3:
+                if engine.schedule.counts.reading[running.row] and rng.random() < 0.3:
                     engine.abort(running.request.id)
                     submit(running.request.id, step)
     except JaxstateError as error:
@@ -75,41 +74,37 @@ def publishes_when_planned(patch: pytest.MonkeyPatch) -> None:
     """
     promised: dict[tuple[int, int], dict[str, int]] = {}
 
-    def leave(schedule, plan, running, end_, used):
+    def leave(draft, plan, running, end_, used):
         """Reserves and publishes every state still wanted; writes those that this step comes to."""
-        prefill, slot = plan.prefill, 0
+        prefill, slot, read = plan.prefill, 0, draft.counts.read[running.row]
         for position in running.wants:
             if (running.order, position) in promised:
                 continue
-            one = dict.fromkeys(schedule.spec.names, 1)
-            made = scheduler._make_room(
-                schedule.pool, schedule.index, one, scheduler._sources(schedule)
-            )
-            if made is None:
+            one = dict.fromkeys(draft.spec.names, 1)
+            if not draft.make_room(one):
                 continue
             key = running.keys[position // CHUNK - 1]
             holder = f"{holder_of(key)} {running.order}"
-            pool, ids = made[0].allocate(holder, one)
-            blocks = {group: int(block[0]) for group, block in ids.items()}
+            ids = draft.ledger.allocate(holder, one)
+            blocks = {group: block[0] for group, block in ids.items()}
             promised[running.order, position] = blocks
             for group, block in blocks.items():
                 plan.zero[group][used[group]] = block
                 used[group] += 1
-            staged = Checkpoint(key, position, blocks, holder, running.request.id, position)
-            schedule = dataclasses.replace(
-                schedule, pool=pool, index=made[1], staged={**schedule.staged, holder: staged}
-            )
-            schedule = scheduler.publish(schedule, (holder,))
-        for position in [p for p in running.wants if running.read < p <= end_]:
+            if key in draft.index.nodes:
+                draft.ledger.release(holder)
+                continue
+            node = Checkpoint(key, position, blocks, holder, running.request.id, position)
+            draft.ledger.seal(holder, ids)
+            draft.index = draft.index.insert(node)
+        for position in [p for p in running.wants if read < p <= end_]:
             blocks = promised.get((running.order, position))
-            if blocks is not None and slot < schedule.shape.checkpoints:
+            if blocks is not None and slot < draft.shape.checkpoints:
                 for group, block in blocks.items():
                     prefill.checkpoints[group][running.row, slot] = block
-                prefill.checkpoint_positions[running.row, slot] = position - running.read
+                prefill.checkpoint_positions[running.row, slot] = position - read
                 slot += 1
-        wants = tuple(p for p in running.wants if p > end_)
-        return schedule, dataclasses.replace(running, wants=wants)
 
     patch.setattr(scheduler, "_leave_checkpoints", leave)
     # Nobody waits for what is taken to be there.
-    patch.setattr(scheduler, "_coming", lambda running: [])
+    patch.setattr(scheduler, "_coming", lambda draft, row: [])

@@ -104,8 +104,9 @@ class Scene:
         for event in engine.step():
             if event.completion is not None:
                 self.done[event.id] = event.completion
+        ended = engine.schedule.counts.ended
         for running in engine.schedule.running:
-            if running.request.id not in {r.id for r in self.asked} or running.ended:
+            if running.request.id not in {r.id for r in self.asked} or ended[running.row]:
                 continue
             self.seen |= {"hit"} if running.cached else set()
             left = len(running.request.prompt) - running.cached

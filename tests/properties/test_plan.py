@@ -58,7 +58,10 @@ def cases() -> list[Case]:
         after, planned = step
         out.append(Case(planned.plan, schedule.tables, after.pool, after.holders))
         schedule = after
-        past = [r for r in schedule.running if r.request.id == "r1" and r.read > 32]
+        past = [
+            r for r in schedule.running
+            if r.request.id == "r1" and schedule.counts.read[r.row] > 32
+        ]  # fmt: skip
         if past and "kept" not in schedule.pool.held:
             sealed = {"paged": schedule.pool.held["r1"]["paged"][:1]}
             pool = schedule.pool.seal("r1", sealed).share("kept", sealed)

@@ -134,16 +134,44 @@ class PoolMachine(RuleBasedStateMachine):
                 assert set(gone.get(group, np.zeros(0)).tolist()) == dropped
 
     @rule(names=st.lists(holders, unique=True, min_size=1))
-    def release_all(self, names):
+    def release_several_in_one_ledger(self, names):
         allowed, one_by_one = all(self._holds(name) for name in names), self.pool
         with self._either(allowed):
-            self.pool = self.pool.release_all(names)
+            ledger = self.pool.open()
+            for name in names:
+                ledger.release(name)
+            self.pool = ledger.close()
         if allowed:
             for name in names:
                 one_by_one, _ = one_by_one.release(name)
                 for group in SPEC.names:
                     self.model.drop(name, group, self.model.of(name, group))
             assert fingerprint(self.pool) == fingerprint(one_by_one)
+
+    @rule(
+        steps=st.lists(
+            st.tuples(holders, st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=2
+        )
+    )
+    def any_changes_in_one_ledger_are_those_changes_one_by_one(self, steps):
+        """Blocks are taken, sealed and given back in turn; what is refused on the way has changed nothing."""
+        ledger, one_by_one = self.pool.open(), self.pool
+        for holder, whole, paged, back in steps:
+            need = {"whole": whole, "paged": paged}
+            with contextlib.suppress(CapacityError, OwnershipError):
+                if back:
+                    ledger.release(holder)
+                    one_by_one, _ = one_by_one.release(holder)
+                    continue
+                ids = ledger.allocate(holder, need)
+                one_by_one, same = one_by_one.allocate(holder, need)
+                assert ids == {g: i.tolist() for g, i in same.items()}
+                if whole and paged:
+                    ledger.seal(holder, ids)
+                    one_by_one = one_by_one.seal(holder, ids)
+        closed = ledger.close()
+        closed.check()
+        assert fingerprint(closed) == fingerprint(one_by_one)
 
     def _holds(self, holder):
         return any(self.model.of(holder, group) for group in SPEC.names)

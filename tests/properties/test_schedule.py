@@ -71,7 +71,8 @@ def _is_poison(x: np.ndarray) -> bool:
 def _mark_of(schedule: Schedule) -> tuple:
     tables = [(g, t.tobytes()) for g, t in sorted(schedule.tables.items())]
     return (
-        fingerprint(schedule.pool), tables, schedule.rows, schedule.waiting, schedule.admitted, schedule.turn,
+        fingerprint(schedule.pool), tables, schedule.rows, [x.tobytes() for x in schedule.counts], schedule.waiting,
+        schedule.admitted, schedule.turn,
     )  # fmt: skip
 
 
@@ -217,7 +218,9 @@ class ScheduleMachine(RuleBasedStateMachine):
         return [
             r.request.id
             for r in self.schedule.running
-            if r.read > 32 and not r.ended and f"kept-{r.request.id}" not in self.kept
+            if self.schedule.counts.read[r.row] > 32
+            and not self.schedule.counts.ended[r.row]
+            and f"kept-{r.request.id}" not in self.kept
         ]
 
     def _with_pool(self, pool) -> Schedule:
@@ -225,7 +228,7 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     def _follow(self, before: Schedule, planned: Planned) -> None:
         """Reads the plan as a naive observer: who got in, which tokens are read, how many are made."""
-        leaving = [r for r in before.running if r.leaving]
+        leaving = [r for r in before.running if before.counts.leaving[r.row]]
         was = {r.request.id for r in before.running} - {r.request.id for r in leaving}
         assert np.flatnonzero(planned.plan.clear).tolist() == sorted(r.row for r in leaving)
         news = [r for r in self.schedule.running if r.request.id not in was]
