@@ -15,29 +15,45 @@ def call(
     out: jax.ShapeDtypeStruct,
     *,
     grid: Mapping[str, int],
+    scratch: Mapping[str, Any] | None = None,
+    threads: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `body(refs, pool, y)` and returns `(y, pool)`.
 
     `refs` maps every name of `operands` to a ref, or to None where the operand is None. The pool is
-    one buffer before and after, if the caller lets XLA donate it.
+    one buffer before and after, if the caller lets XLA donate it. With `threads`, that many
+    warpgroups run the body, each with its number on the axis "thread"; they keep each other in order
+    with barriers, and a fourth argument maps the names of `scratch` to refs.
     """
     names = [name for name, operand in operands.items() if operand is not None]
     absent = dict.fromkeys(operands.keys() - set(names))
 
-    def kernel(*refs):
+    def kernel(*refs, **shared):
         *inputs, pool, y = refs
-        body({**dict(zip(names, inputs, strict=True)), **absent}, pool, y)
+        more = (shared,) if threads else ()
+        body({**dict(zip(names, inputs, strict=True)), **absent}, pool, y, *more)
 
     kernel.__name__ = body.__name__
+    options: dict[str, Any] = {}
+    parameters = plgpu.CompilerParams(approx_math=True)
+    if threads:
+        options = {"num_threads": threads, "thread_name": "thread", "scratch_types": scratch or {}}
+        # Lane semantics lower many small operations several times faster.
+        parameters = plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        )
     ref = jax.new_ref(pool)
     y = plgpu.kernel(
         kernel,
         out_type=out,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=parameters,
         interpret=interpret,
+        **options,
     )(*(operands[name] for name in names), ref)
     return y, jax.freeze(ref)
 

@@ -26,6 +26,17 @@ class SelectiveConfig:
 
 
 @dataclass(frozen=True)
+class ScanConfig:
+    """`channels` of a program, whose states are shared by `groups` of threads; tiles of `tokens`, of
+    which `unroll` are walked in one piece."""
+
+    channels: int
+    groups: int
+    tokens: int = 16
+    unroll: int = 16
+
+
+@dataclass(frozen=True)
 class StateConfig:
     """`rows` rows of a head's state in a program."""
 
@@ -51,6 +62,11 @@ def selective_config(rows: int, channels: int, size: int) -> SelectiveConfig:
     if rows < 64:
         return SelectiveConfig(4, lanes=4, rows=1 if rows % 2 else 2)
     return SelectiveConfig(largest_divisor(channels // 128, (2, 1)))
+
+
+def scan_config(rows: int, channels: int, size: int) -> ScanConfig:
+    """Small batches want many programs."""
+    return ScanConfig(32, 4)
 
 
 def state_config(rows: int, heads: int, width: int, size: int) -> StateConfig:
