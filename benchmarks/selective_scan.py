@@ -227,7 +227,7 @@ def main() -> int:
     tuning = eval(args.configs, {"ScanConfig": ScanConfig}) if args.configs else TUNING
     checked: dict[Any, str] = {}
     for lengths in [SHAPES[n] for n in args.shapes]:
-        chosen = scan_config(len(lengths), SIZES["D"], SIZES["N"])
+        chosen = scan_config(len(lengths), sum(lengths), SIZES["D"], SIZES["N"])
         configs = list(tuning) if args.tune or args.configs else [chosen]
         sets = [make_inputs(sum(lengths), jax.random.key(args.seed + n)) for n in range(2)]
         floor = sum(lengths) * SIZES["D"] * SIZES["N"] / (132 * 16 * 1.98e9)

@@ -11,7 +11,7 @@ import jax
 from pallas_kernels import xla
 from pallas_kernels.mosaic.support import supports
 
-__all__ = ["conv_step", "mamba2_step", "selective_step", "supports"]
+__all__ = ["conv_step", "mamba2_step", "selective_scan", "selective_step", "supports"]
 
 OPTIONS = frozenset(("activation", "dt_limit", "n_groups"))
 KERNEL_OPTIONS = frozenset(("config", "conv_config", "interpret"))
@@ -47,6 +47,13 @@ def mamba2_step(**arguments):
     from pallas_kernels.mosaic.mamba2 import mamba2_step
 
     return _differentiable(mamba2_step, xla.mamba2_step, arguments)
+
+
+def selective_scan(**arguments):
+    """`pallas_kernels.mosaic.scan.selective_scan`, differentiable."""
+    from pallas_kernels.mosaic.scan import selective_scan
+
+    return _differentiable(selective_scan, xla.selective_scan, arguments)
 
 
 def selective_step(**arguments):

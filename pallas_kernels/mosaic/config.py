@@ -64,9 +64,9 @@ def selective_config(rows: int, channels: int, size: int) -> SelectiveConfig:
     return SelectiveConfig(largest_divisor(channels // 128, (2, 1)))
 
 
-def scan_config(rows: int, channels: int, size: int) -> ScanConfig:
-    """Small batches want many programs."""
-    return ScanConfig(32, 4)
+def scan_config(rows: int, tokens: int, channels: int, size: int) -> ScanConfig:
+    """Few rows want many programs; many rows want less work beside the recurrence."""
+    return ScanConfig(32, 4, 16, 8)
 
 
 def state_config(rows: int, heads: int, width: int, size: int) -> StateConfig:

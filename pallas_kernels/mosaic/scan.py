@@ -69,7 +69,7 @@ def selective_scan(
     """`pallas_kernels.selective_scan`, one program per row and channel block."""
     tokens, channels = x.shape
     size, count = A.shape[1], rows.read_ids.shape[0]
-    config = config or scan_config(count, channels, size)
+    config = config or scan_config(count, tokens, channels, size)
     width, groups, tile, unroll = config.channels, config.groups, config.tokens, config.unroll
     per_group = size // groups
     shape = (groups, per_group, width)
@@ -234,7 +234,8 @@ def selective_scan(
 
         def feed():
             skip, bias = per_channel("skip"), per_channel("dt_bias")
-            narrow = plgpu.Layout.WG_STRIDED((tile, size), vec_size=2)
+            beside = 2 if tile * size % 256 == 0 else 1
+            narrow = plgpu.Layout.WG_STRIDED((tile, size), vec_size=beside)
             nth = plgpu.broadcasted_iota(jnp.int32, (tile, width), 0, layout=TILE)
             narrow_nth = plgpu.broadcasted_iota(jnp.int32, (tile, size), 0, layout=narrow)
 

@@ -51,6 +51,13 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
         if size > 32:
             return f"it keeps a channel's states in registers, at most 32 of them, got {size}"
         return None
+    if op == "selective_scan":
+        channels, size = operands["A"].shape
+        if channels % 32:
+            return f"it needs a multiple of 32 channels, got {channels}"
+        if size % 8 or size > 64:
+            return f"it needs a multiple of 8 states a channel, at most 64, got {size}"
+        return None
     taps, channels = operands["conv_weight"].shape
     _, width, size = operands["states"].shape[2:]
     if width % 16 or size % 32 or size > 512:
