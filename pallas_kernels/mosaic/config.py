@@ -27,13 +27,13 @@ class SelectiveConfig:
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """`channels` of a program, whose states are shared by `groups` of threads; tiles of `tokens`, of
-    which `unroll` are walked in one piece."""
+    """`channels` of a program, whose states are shared out to `groups` of threads; tiles of `tokens`,
+    of which `unroll` are read from shared memory ahead of those being walked."""
 
     channels: int
     groups: int
-    tokens: int = 16
-    unroll: int = 16
+    tokens: int
+    unroll: int
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,10 @@ def selective_config(rows: int, channels: int, size: int) -> SelectiveConfig:
     return SelectiveConfig(largest_divisor(channels // 128, (2, 1)))
 
 
-def scan_config(rows: int, tokens: int, channels: int, size: int) -> ScanConfig:
-    """Few rows want many programs; many rows want less work beside the recurrence."""
-    return ScanConfig(32, 4, 16, 8)
+def scan_config(rows: int, channels: int, size: int) -> ScanConfig:
+    """Few rows want many programs, many rows little work beside the recurrence."""
+    wide = channels % 64 == 0 and rows * channels // 64 > 264  # two programs on each of 132 cores
+    return ScanConfig(64 if wide else 32, 4, 16, 4)
 
 
 def state_config(rows: int, heads: int, width: int, size: int) -> StateConfig:

@@ -47,7 +47,9 @@ def sorted_checkpoints(rows: Rows) -> tuple[Int[Array, "R M+1"], Int[Array, "R M
     ids = writes(rows)[1]
     positions = jnp.where(ids == 0, NEVER, rows.checkpoint_positions)
     positions, ids = lax.sort((positions, ids), num_keys=1)
-    return jnp.pad(positions, ((0, 0), (0, 1)), constant_values=NEVER), jnp.pad(ids, ((0, 0), (0, 1)))
+    return jnp.pad(positions, ((0, 0), (0, 1)), constant_values=NEVER), jnp.pad(
+        ids, ((0, 0), (0, 1))
+    )
 
 
 def selective_scan(
@@ -69,7 +71,7 @@ def selective_scan(
     """`pallas_kernels.selective_scan`, one program per row and channel block."""
     tokens, channels = x.shape
     size, count = A.shape[1], rows.read_ids.shape[0]
-    config = config or scan_config(count, tokens, channels, size)
+    config = config or scan_config(count, channels, size)
     width, groups, tile, unroll = config.channels, config.groups, config.tokens, config.unroll
     per_group = size // groups
     shape = (groups, per_group, width)

@@ -225,9 +225,9 @@ def test_a_cpu_and_other_ops_are_declined_with_a_reason():
     conv = make_operands(Case("conv_step", CONV, ROWS))
     with pytest.raises(ValueError, match="'mosaic' declines this call: it needs an NVIDIA GPU"):
         pallas_kernels.conv_step(**conv, implementation="mosaic")
-    scan = make_operands(Case("selective_scan", MAMBA, ROWS))
-    with pytest.raises(ValueError, match="mosaic has no selective_scan"):
-        pallas_kernels.selective_scan(**scan, implementation="mosaic")
+    prompt = make_operands(Case("causal_conv", CONV, ROWS))
+    with pytest.raises(ValueError, match="mosaic has no causal_conv"):
+        pallas_kernels.causal_conv(**prompt, implementation="mosaic")
 
 
 # Numbers ---------------------------------------------------------------------------------------
