@@ -250,7 +250,7 @@ def main() -> int:
     print({name: report[name] for name in ("device", "jax", "commit", "seed")}, flush=True)
     checked: dict[Any, str] = {}
     for lengths in [SHAPES[n] for n in args.shapes]:
-        chosen = scan_config(len(lengths), SIZES["D"], SIZES["N"])
+        chosen = scan_config(len(lengths), SIZES["D"], SIZES["N"], 0)
         configs = list(TUNING) if args.tune else [chosen]
         sets = [make_inputs(sum(lengths), jax.random.key(args.seed + n)) for n in range(2)]
         floor = sum(lengths) * SIZES["D"] * SIZES["N"] / (132 * 16 * 1.98e9)

@@ -64,9 +64,11 @@ def selective_config(rows: int, channels: int, size: int) -> SelectiveConfig:
     return SelectiveConfig(largest_divisor(channels // 128, (2, 1)))
 
 
-def scan_config(rows: int, channels: int, size: int) -> ScanConfig:
+def scan_config(rows: int, channels: int, size: int, checkpoints: int) -> ScanConfig:
     """Few rows want many programs, many rows little work beside the recurrence."""
-    wide = channels % 64 == 0 and rows * channels // 64 > 264  # two programs on each of 132 cores
+    # At least two programs on each of 132 multiprocessors. With checkpoints, 64 channels take 133
+    # registers a thread, and more than 128 leave room for one.
+    wide = channels % 64 == 0 and rows * channels // 64 > 264 and not checkpoints
     return ScanConfig(64 if wide else 32, 4, 16, 4)
 
 

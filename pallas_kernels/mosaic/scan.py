@@ -71,13 +71,13 @@ def selective_scan(
     """`pallas_kernels.selective_scan`, one program per row and channel block."""
     tokens, channels = x.shape
     size, count = A.shape[1], rows.read_ids.shape[0]
-    config = config or scan_config(count, channels, size)
+    checkpoints = rows.checkpoint_ids.shape[1]
+    config = config or scan_config(count, channels, size, checkpoints)
     width, groups, tile, unroll = config.channels, config.groups, config.tokens, config.unroll
     per_group = size // groups
     shape = (groups, per_group, width)
     layout = state_layout(groups, size)
     by_group, by_state, by_channel = layout.reduce(1), layout.reduce(2), layout.reduce((0, 1))
-    checkpoints = rows.checkpoint_ids.shape[1]
 
     def spread(value, axes):
         return plgpu.layout_cast(lax.broadcast_in_dim(value, shape, axes), layout)

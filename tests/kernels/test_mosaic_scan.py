@@ -93,10 +93,11 @@ def test_a_hopper_gpu_is_given_the_scan(monkeypatch, tokens, rows):
     assert text.count("custom_call @mosaic_gpu_v2") == 1
 
 
+@pytest.mark.parametrize("checkpoints", [0, 3])
 @pytest.mark.parametrize("rows", [1, 8, 100])
 @pytest.mark.parametrize(("channels", "size"), [(32, 8), (96, 16), (5120, 16), (2048, 64)])
-def test_scan_configurations_divide_the_channels_and_the_states(rows, channels, size):
-    chosen = scan_config(rows, channels, size)
+def test_scan_configurations_divide_the_channels_and_the_states(rows, channels, size, checkpoints):
+    chosen = scan_config(rows, channels, size, checkpoints)
     assert channels % chosen.channels == size % (2 * chosen.groups) == 64 % chosen.tokens == 0
     assert chosen.tokens % chosen.unroll == 0
 
