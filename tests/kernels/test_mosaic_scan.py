@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -17,8 +18,9 @@ from tests.kernels.test_cases import check
 INTERPRET = plgpu.InterpretGPUParams()
 BARE = {"absent": ("skip", "z", "dt_bias"), "dtype": "bfloat16", "state_dtype": "bfloat16"}
 CALLS = (
-    # Row 0 starts fresh, 1 continues and is empty, 2 forks, 3 is null, 4 ends within a tile.
-    (Case("selective_scan", {"D": 32, "N": 16}, (3, 0, 18, 5, 32), 4, 3), ScanConfig(32, 4, 16, 8)),
+    # Row 0 starts fresh, 1 continues and is empty, 2 forks, 3 is null, 4 ends within a tile,
+    # which has tokens of the padding, all NaN.
+    (Case("selective_scan", {"D": 32, "N": 16}, (3, 0, 18, 5, 30), 6, 3), ScanConfig(32, 4, 16, 8)),
     # The buffer is shorter than a tile.
     (Case("selective_scan", {"D": 64, "N": 16}, (2, 3), **BARE), ScanConfig(64, 2, 16, 16)),
 )
@@ -28,6 +30,42 @@ CALLS = (
 def test_the_scan_equals_the_loops(case, chosen):
     operands = make_operands(case)
     check(case, operands, mosaic.selective_scan(**operands, config=chosen, interpret=INTERPRET))
+
+
+def test_a_cut_a_place_and_company_change_no_bit_of_the_scan():
+    """Away from the end of the buffer, where a CPU rounds the tokens of a tile in different ways.
+
+    The benchmark looks there too, on the GPU.
+    """
+    case = Case("selective_scan", {"D": 32, "N": 8}, (21,), 27)
+    operands = make_operands(case)
+    sequence = {name: np.asarray(operands[name])[:21] for name in ("x", "dt", "z", "B", "C")}
+    rng = np.random.default_rng(1)
+
+    @jax.jit
+    def scan(operands):
+        return mosaic.selective_scan(
+            **operands, config=ScanConfig(32, 4, 16, 8), interpret=INTERPRET
+        )
+
+    def call(states, begin, end, place, read):
+        """Tokens `begin` to `end` in row 1, after a row of `place` other tokens."""
+        packed = {name: rng.normal(size=(48, *v.shape[1:])) for name, v in sequence.items()}
+        for name, values in sequence.items():
+            packed[name][place : place + end - begin] = values[begin:end]
+        offsets = [0, place, place + end - begin]
+        ids, none = ([0, read], [1, 2]), [[0], [0]]
+        rows = Rows(*(jnp.asarray(v, jnp.int32) for v in (offsets, *ids, none, none)))
+        arrays = {name: jnp.asarray(v, jnp.float32) for name, v in packed.items()}
+        y, states = scan({**operands, **arrays, "states": states, "rows": rows})
+        return np.asarray(y)[place : place + end - begin], states
+
+    states = jnp.full((2, 3, 8, 32), jnp.nan)
+    whole, after = call(states, 0, 21, 1, 0)
+    first, states = call(states, 0, 16, 5, 0)
+    second, states = call(states, 16, 21, 27, 2)
+    np.testing.assert_array_equal(np.concatenate([first, second]), whole)
+    np.testing.assert_array_equal(states[1, 2], after[1, 2])
 
 
 def abstract(tokens, rows, checkpoints=0, state_dtype="float32", size=16):
