@@ -31,13 +31,12 @@ TILE = plgpu.Layout.TILED(plgpu.Tiling(((16, 32), (4, 32), (4,))), (-5,), (-3, -
 PER_CHANNEL = TILE.reduce(0)
 
 
-def state_layout(groups: int, size: int):
+def state_layout(groups: int):
     """Layout of `[groups, size / groups, channels]`: a thread holds the states of a group in a channel."""
-    vector = 4 if size // groups % 4 == 0 else 2
     if groups == 4:
-        tiles = (4, vector, 32), (vector, 1)
+        tiles = (4, 4, 32), (4, 1)
         return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-5,), (-3,), -2)
-    tiles = (groups, vector, 128 // groups), (vector, 32), (vector, 1)
+    tiles = (groups, 4, 128 // groups), (4, 32), (4, 1)
     warps = (-7, -5) if groups == 2 else (-5,)
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), warps, (-3,), -2)
 
@@ -76,7 +75,7 @@ def selective_scan(
     width, groups, tile, unroll = config.channels, config.groups, config.tokens, config.unroll
     per_group = size // groups
     shape = (groups, per_group, width)
-    layout = state_layout(groups, size)
+    layout = state_layout(groups)
     by_group, by_state, by_channel = layout.reduce(1), layout.reduce(2), layout.reduce((0, 1))
 
     def spread(value, axes):
@@ -236,8 +235,7 @@ def selective_scan(
 
         def feed():
             skip, bias = per_channel("skip"), per_channel("dt_bias")
-            beside = 2 if tile * size % 256 == 0 else 1
-            narrow = plgpu.Layout.WG_STRIDED((tile, size), vec_size=beside)
+            narrow = plgpu.Layout.WG_STRIDED((tile, size), vec_size=2)
             nth = plgpu.broadcasted_iota(jnp.int32, (tile, width), 0, layout=TILE)
             narrow_nth = plgpu.broadcasted_iota(jnp.int32, (tile, size), 0, layout=narrow)
 

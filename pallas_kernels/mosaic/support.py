@@ -55,8 +55,8 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
         channels, size = operands["A"].shape
         if channels % 32:
             return f"it needs a multiple of 32 channels, got {channels}"
-        if size % 8 or size > 64:
-            return f"it needs a multiple of 8 states a channel, at most 64, got {size}"
+        if size % 16 or size > 64:
+            return f"it needs a multiple of 16 states a channel, at most 64, got {size}"
         return None
     taps, channels = operands["conv_weight"].shape
     _, width, size = operands["states"].shape[2:]

@@ -37,7 +37,7 @@ def test_a_cut_a_place_and_company_change_no_bit_of_the_scan():
 
     The benchmark looks there too, on the GPU.
     """
-    case = Case("selective_scan", {"D": 32, "N": 8}, (21,), 27)
+    case = Case("selective_scan", {"D": 32, "N": 16}, (21,), 27)
     operands = make_operands(case)
     sequence = {name: np.asarray(operands[name])[:21] for name in ("x", "dt", "z", "B", "C")}
     rng = np.random.default_rng(1)
@@ -60,7 +60,7 @@ def test_a_cut_a_place_and_company_change_no_bit_of_the_scan():
         y, states = scan({**operands, **arrays, "states": states, "rows": rows})
         return np.asarray(y)[place : place + end - begin], states
 
-    states = jnp.full((2, 3, 8, 32), jnp.nan)
+    states = jnp.full((2, 3, 16, 32), jnp.nan)
     whole, after = call(states, 0, 21, 1, 0)
     first, states = call(states, 0, 16, 5, 0)
     second, states = call(states, 16, 21, 27, 2)
@@ -109,7 +109,7 @@ CHOICES = (
     (ScanConfig(32, 4, 16, 8), 0, 16),
     (ScanConfig(64, 2, 16, 4), 3, 16),
     (ScanConfig(128, 1, 16, 4), 0, 16),
-    (ScanConfig(32, 4, 16, 4), 0, 8),
+    (ScanConfig(32, 4, 16, 4), 0, 64),
 )
 
 
@@ -133,10 +133,10 @@ def test_a_hopper_gpu_is_given_the_scan(monkeypatch, tokens, rows):
 
 @pytest.mark.parametrize("checkpoints", [0, 3])
 @pytest.mark.parametrize("rows", [1, 8, 100])
-@pytest.mark.parametrize(("channels", "size"), [(32, 8), (96, 16), (5120, 16), (2048, 64)])
+@pytest.mark.parametrize(("channels", "size"), [(32, 16), (96, 32), (5120, 16), (2048, 64)])
 def test_scan_configurations_divide_the_channels_and_the_states(rows, channels, size, checkpoints):
     chosen = scan_config(rows, channels, size, checkpoints)
-    assert channels % chosen.channels == size % (2 * chosen.groups) == 64 % chosen.tokens == 0
+    assert channels % chosen.channels == size % (4 * chosen.groups) == 64 % chosen.tokens == 0
     assert chosen.tokens % chosen.unroll == 0
 
 
@@ -149,5 +149,5 @@ def test_reasons_name_what_does_not_fit_the_scan():
 
     assert reason() is None
     assert "multiple of 32 channels, got 48" in str(reason(D=48))
-    assert "multiple of 8 states a channel, at most 64, got 12" in str(reason(N=12))
-    assert "got 72" in str(reason(N=72))
+    assert "multiple of 16 states a channel, at most 64, got 8" in str(reason(N=8))
+    assert "got 80" in str(reason(N=80))
