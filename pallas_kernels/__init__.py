@@ -3,10 +3,11 @@
 All prefill ops share one contract: tokens of several rows packed after one another, a pool leaf
 `[layers, blocks, ...]` with the layer's index, and `Rows`, which says what each row reads and writes.
 The step ops are the same for one token a row. `implementation` is None (choose), "mosaic", "xla" or
-"reference".
+"reference"; `prefer` sets what is chosen from.
 """
 
 from pallas_kernels.blocks import copy_blocks, fill_blocks, read_blocks, write_blocks
+from pallas_kernels.dispatch import prefer
 from pallas_kernels.ops import (
     causal_conv,
     conv_step,
@@ -25,6 +26,7 @@ __all__ = [
     "copy_blocks",
     "fill_blocks",
     "mamba2_step",
+    "prefer",
     "read_blocks",
     "selective_scan",
     "selective_step",

@@ -4,10 +4,11 @@ An implementation is a module with a function for every op that it can run. If i
 call, it also has `supports(op, operands) -> str | None`, which gives its reason for declining.
 """
 
+import contextlib
 import functools
 from collections.abc import Hashable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,36 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 PORTABLE = ("reference", "xla")
 # Tried in this order when the caller names none; the last one runs everything.
 PREFERENCE = ("mosaic", "cpu", "xla")
+
+# Part of the key of jit's caches, so that what was traced under another preference is not found.
+_order = jax.make_user_context(None)
+
+
+class Choice(NamedTuple):
+    """What runs an op, and why those that come before it do not."""
+
+    name: str
+    declined: tuple[tuple[str, str], ...] = ()
+
+
+_chosen: dict[str, Choice] = {}
+
+
+def chosen() -> dict[str, Choice]:
+    """The latest choice for each op that was traced in this process."""
+    return dict(_chosen)
+
+
+def prefer(*names: str) -> contextlib.AbstractContextManager:
+    """In this context a call that names no implementation tries these, in turn.
+
+    Raises ValueError for a name that is not known, and if the last one does not run everything.
+    """
+    for name in names:
+        _check_known("prefer", name)
+    if not names or names[-1] not in PORTABLE:
+        raise ValueError(f"prefer: the last of {names} must be one of {PORTABLE}")
+    return _order(names)
 
 
 def declines(name: str, op: str, operands: Mapping[str, Any]) -> str | None:
@@ -38,17 +69,33 @@ def choose(op: str, implementation: str | None, operands: Mapping[str, Any]) -> 
     Raises ValueError if `implementation` is unknown, or is known and declines the call.
     """
     if implementation is None:
-        return next(name for name in PREFERENCE if declines(name, op, operands) is None)
-    if implementation not in IMPLEMENTATIONS:
-        choices = ", ".join(repr(name) for name in sorted(IMPLEMENTATIONS))
-        raise ValueError(
-            f"{op}: unknown implementation {implementation!r}; use one of {choices}, or None to let"
-            " the call choose"
-        )
+        choice = _first(op, _order.value or PREFERENCE, operands)
+        _chosen[op] = choice
+        return choice.name
+    _check_known(op, implementation)
     reason = declines(implementation, op, operands)
     if reason is not None:
         raise ValueError(f"{op}: implementation {implementation!r} declines this call: {reason}")
     return implementation
+
+
+def _first(op: str, order: tuple[str, ...], operands: Mapping[str, Any]) -> Choice:
+    declined = []
+    for name in order:
+        reason = declines(name, op, operands)
+        if reason is None:
+            return Choice(name, tuple(declined))
+        declined.append((name, reason))
+    raise AssertionError(f"nothing in {order} runs {op}")
+
+
+def _check_known(op: str, name: str) -> None:
+    if name not in IMPLEMENTATIONS:
+        choices = ", ".join(repr(known) for known in sorted(IMPLEMENTATIONS))
+        raise ValueError(
+            f"{op}: unknown implementation {name!r}; use one of {choices}, or None to let the call"
+            " choose"
+        )
 
 
 @functools.cache
