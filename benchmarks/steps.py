@@ -145,7 +145,9 @@ def check_scores(settings: Settings, name: str) -> str | None:
     with pallas_kernels.prefer("xla"):
         theirs = run()
     for path, x in jax.tree_util.tree_leaves_with_path(ours):
-        y = functools.reduce(lambda v, k: v[getattr(k, "idx", getattr(k, "key", None))], path, theirs)
+        y = functools.reduce(
+            lambda v, k: v[getattr(k, "idx", getattr(k, "key", None))], path, theirs
+        )
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
         if not np.isfinite(x).all():
             return f"{jax.tree_util.keystr(path)} is not finite"
@@ -329,9 +331,9 @@ def run(settings: Settings, args: argparse.Namespace, report: dict[str, Any]) ->
             bandwidth = report["pass_tb_s"] * 1e12
             jobs = [start(settings, model, rows, threads) for rows in settings.rows]
             for job in jobs:
-                traced = args.profile
-                note(name, "decode", lambda j=job, t=traced: measure_decode(settings, j, bandwidth, t))
-            del jobs, job
+                work = functools.partial(measure_decode, settings, job, bandwidth, args.profile)
+                note(name, "decode", work)
+            del jobs, job, work
             if args.engine:
                 note(name, "engine", lambda m=model: measure_engine(settings, m, args.engine))
             del model
@@ -360,7 +362,10 @@ def main() -> int:
     else:
         settings = Settings(FULL, tuple(args.rows), 2048, args.steps, 2, 5, options)
     if args.layers:
-        fewer = {n: dataclasses.replace(c, num_hidden_layers=args.layers) for n, c in settings.configs.items()}
+        fewer = {
+            n: dataclasses.replace(c, num_hidden_layers=args.layers)
+            for n, c in settings.configs.items()
+        }
         settings = dataclasses.replace(settings, configs=fewer)
     git = ["git", "rev-parse", "--short", "HEAD"]
     bandwidth = pass_bandwidth(2**24 if args.small else 2**32)
@@ -373,7 +378,9 @@ def main() -> int:
         "pass_tb_s": bandwidth / 1e12,
         "results": [],
     }
-    print(f"{report['device']}, jax {jax.__version__}, pass {bandwidth / 1e12:.2f} TB/s", flush=True)
+    print(
+        f"{report['device']}, jax {jax.__version__}, pass {bandwidth / 1e12:.2f} TB/s", flush=True
+    )
     return 0 if run(settings, args, report) else 1
 
 

@@ -38,8 +38,9 @@ class Trace:
     def lines(self, most: int = 24) -> list[str]:
         """The trace as a table."""
         idle = self.span_us - self.busy_us
+        share = idle / max(self.span_us, 1e-9)
         lines = [
-            f"{self.launches} launches in {self.span_us:.0f} us, none running for {idle:.0f} us ({idle / max(self.span_us, 1e-9):.0%})"
+            f"{self.launches} launches in {self.span_us:.0f} us, idle {idle:.0f} us ({share:.0%})"
         ]
         lines += [f"  {us:9.1f} us {n:6} x {us / n:7.2f}  {k}" for k, n, us in self.kernels[:most]]
         lines += [f"  {us:9.1f} us {n:6} gaps {a} -> {b}" for a, b, n, us in self.gaps[:8]]

@@ -1,4 +1,4 @@
-"""The loop that owns the device: it compiles two programs, feeds them plans and turns what comes back into events.
+"""The loop that owns the device: it compiles a few programs, feeds them plans and turns what comes back into events.
 
 All that it works with is values; this is the one place that donates and keeps state between calls. A step is planned
 and dispatched before the one before it is observed, so the host's work hides behind the device's.
@@ -99,15 +99,12 @@ class Engine:
         self._stepping = threading.Lock()
         self._news: list[Event] = []
         self._programs: dict[str, Any] = {}
-        decode = {"steps": self.steps_per_dispatch, "early_exit": device.platform == "cpu"}
         common = {"tree": tree, "spec": self.spec, "poison": self.poison}
-        self._jitted = {
-            "prefill": jax.jit(functools.partial(_run_prefill, **common), donate_argnums=1),
-            "decode": jax.jit(
-                functools.partial(_run_decode, **common, **decode),
-                donate_argnums=1,
-            ),
+        runs = {"prefill": functools.partial(_run_prefill, **common)} | {
+            kind: functools.partial(_run_decode, **common, **options)
+            for kind, options in _decodes(device.platform, self.steps_per_dispatch).items()
         }
+        self._jitted = {kind: jax.jit(run, donate_argnums=1) for kind, run in runs.items()}
         self._place = jax.jit(place_step, donate_argnums=0)
         self._state: EngineState | None = None
 
@@ -130,19 +127,26 @@ class Engine:
         return self.schedule.idle and not (self._queue or self._in_flight or self._news)
 
     def lower(self, kind: str) -> Any:
-        """The lowered program `prefill` or `decode`, for a look at what will run."""
+        """The lowered program of that name in `kinds`, for a look at what will run."""
         return self._jitted[kind].lower(
             self._params, self.state, null_plan(self.shape, prefill=kind == "prefill")
         )
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The programs: `prefill`, `decode` and, on a GPU, `decode_filtered`."""
+        return tuple(self._jitted)
+
     def compile(self) -> None:
-        """Compiles both programs, saying so; the first step does it if nobody did."""
+        """Compiles all programs, saying so; the first step does it if nobody did."""
         if self._programs:
             return
         begin = time.perf_counter()
+        decode = f"{self.spec.rows} rows x {self.steps_per_dispatch} tokens"
         names = {
             "prefill": f"prefill, {self.shape.chunk_tokens} tokens of up to {self.spec.rows} rows",
-            "decode": f"decode, {self.spec.rows} rows x {self.steps_per_dispatch} tokens",
+            "decode": f"decode, {decode}",
+            "decode_filtered": f"decode, {decode}, with top-k, top-p or min-p",
         }
 
         def finish(kind: str, lowered: Any, started: float) -> Any:
@@ -150,9 +154,9 @@ class Engine:
             self._report(f"compiled {names[kind]}: {time.perf_counter() - started:.1f} s")
             return program
 
-        with ThreadPoolExecutor(max_workers=2) as pool:
+        with ThreadPoolExecutor(max_workers=len(self.kinds)) as pool:
             pending = {}
-            for kind in names:
+            for kind in self.kinds:
                 self._report(f"compiling {names[kind]}")
                 pending[kind] = pool.submit(finish, kind, self.lower(kind), time.perf_counter())
             self._programs = {kind: future.result() for kind, future in pending.items()}
@@ -314,7 +318,8 @@ class Engine:
             return False
         # The schedule moves on only once the step is on its way: a plan that is refused leaves all as it was.
         after, planned = step
-        state, outcome = self._programs[planned.kind](self._params, self.state, planned.plan)
+        program = self._programs[_program(planned, self.kinds)]
+        state, outcome = program(self._params, self.state, planned.plan)
         self._state, self.schedule = state, after
         self._in_flight.append(_Dispatched(planned, outcome))
         for row in np.flatnonzero(planned.plan.admission.rows).tolist():
@@ -373,6 +378,24 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"Engine({self.schedule}, {self.stats})"
+
+
+def _decodes(platform: str, steps: int) -> dict[str, dict[str, Any]]:
+    """The options of the decode programs by name: a GPU has two, and branches in neither, see `sampling.sample`."""
+    if platform == "cpu":
+        return {"decode": {"steps": steps}}
+    options = {"steps": steps, "early_exit": False}
+    return {
+        "decode": {**options, "filters": False},
+        "decode_filtered": {**options, "filters": True},
+    }
+
+
+def _program(planned: Planned, kinds: tuple[str, ...]) -> str:
+    """The name of the program that runs a plan."""
+    filtered = f"{planned.kind}_filtered"
+    some = any(r is not None and r.request.sampling.filters for r in planned.serves)
+    return filtered if some and filtered in kinds else planned.kind
 
 
 def _run_prefill(params, state, plan, *, tree, spec, poison):

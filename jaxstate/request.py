@@ -123,6 +123,11 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
 
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are kept from being drawn, by top-k, top-p or min-p."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:

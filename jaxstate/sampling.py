@@ -43,8 +43,13 @@ def sample(
     sampling: Sampling,
     position: Int32[Array, "rows"],
     forced: Int32[Array, "rows"] | None = None,
+    filters: bool | None = None,
 ) -> tuple[Int32[Array, "rows"], Float32[Array, "rows"], Bool[Array, "rows"]]:
     """Draws one token per row, for the given position of its text, or takes the forced one where it is not -1.
+
+    Whether any row has a top-k, top-p or min-p is looked at on the device, and draws are skipped if no row asks for
+    one; on a GPU the device waits for the host at each such branch. With `filters` True or False, which then must hold,
+    there is none. The tokens are the same.
 
     Returns the tokens, their log-probabilities under the unmodified distribution, and whether the row's logits were all
     finite (where not, the token is 0 and means nothing).
@@ -52,7 +57,12 @@ def sample(
     finite = jnp.isfinite(logits).all(axis=-1)
     greedy = sampling.temperature < LEAST_TEMPERATURE
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    drawn = lax.cond(greedy.all(), lambda: best, lambda: _draw(logits, sampling, position))
+    if filters is None:
+        drawn = lax.cond(
+            greedy.all(), lambda: best, lambda: _draw(logits, sampling, position, None)
+        )
+    else:
+        drawn = _draw(logits, sampling, position, filters)
     token = jnp.where(greedy, best, drawn)
     if forced is not None:
         token = jnp.where(forced >= 0, forced, token)
@@ -61,15 +71,21 @@ def sample(
     return token, chosen - jax.nn.logsumexp(logits, axis=-1), finite
 
 
-def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
+def _draw(logits: Array, sampling: Sampling, position: Array, filters: bool | None) -> Array:
     temperature = jnp.maximum(sampling.temperature, LEAST_TEMPERATURE)
     scaled = logits / temperature[:, None]
     filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    kept = lax.cond(
-        filtered.any(),
-        lambda: jnp.where(filtered[:, None], keep(scaled, sampling), True),
-        lambda: scaled == scaled,
-    )
+
+    def some():
+        return jnp.where(filtered[:, None], keep(scaled, sampling), True)
+
+    def none():
+        return jnp.ones_like(scaled, jnp.bool_)
+
+    if filters is None:
+        kept = lax.cond(filtered.any(), some, none)
+    else:
+        kept = some() if filters else none()
     noise = jax.vmap(lambda s, r, p: _noise(s, r, p, logits.shape[-1]))(
         sampling.seed, sampling.request, position
     )

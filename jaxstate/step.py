@@ -163,24 +163,28 @@ def decode_step(
     *,
     steps: int,
     early_exit: bool = True,
+    filters: bool | None = None,
     poison: bool = False,
 ) -> tuple[EngineState, Outcome]:
     """Prepares, then generates up to `steps` tokens for every active row without returning to the host.
 
     With `early_exit` the loop ends when no row is active, which a CPU decides for nothing and a GPU only by asking the
-    host; without, steps that have no active row run and change nothing. The results are the same.
+    host; without, steps that have no active row run and change nothing. `filters` is that of `sample`, for the same
+    reason. The results are the same.
     """
     state = prepare(state, plan, poison=poison)
-    tables = state.tables
+    tables, decode = state.tables, model.decoder()
 
     forced = jnp.asarray(plan.forced).T
 
     def one(cache: StateCache, rows: RowState, forced: Array):
         ids = {g.name: token_rows(g, tables, rows) for g in spec.groups}
-        hidden, cache = model.decode(rows.token, rows.position, ids, cache)
+        hidden, cache = decode(rows.token, rows.position, ids, cache)
         rows = _started(rows, rows.active)
         rows = rows.replace(position=rows.position + rows.active)
-        rows, outcome = _advance(rows, model.logits(hidden), rows.active, forced)
+        # Behind the barrier, so that how tokens are chosen has no say in how scores are computed.
+        logits = lax.optimization_barrier(model.logits(hidden))
+        rows, outcome = _advance(rows, logits, rows.active, forced, filters)
         return cache, rows, outcome
 
     n = spec.rows
@@ -275,10 +279,10 @@ def _column(group: GroupSpec, position: Array) -> Array:
 
 
 def _advance(
-    rows: RowState, logits: Array, sampled: Array, forced: Array
+    rows: RowState, logits: Array, sampled: Array, forced: Array, filters: bool | None = None
 ) -> tuple[RowState, Outcome]:
     """Samples the next token of the marked rows and ends those that stop; all others stay as they are."""
-    token, logprob, finite = sample(logits, rows.sampling, rows.position, forced)
+    token, logprob, finite = sample(logits, rows.sampling, rows.position, forced, filters)
     made, bad = sampled & finite, sampled & ~finite
     left = jnp.where(made, rows.left - 1, rows.left)
     stopped = (token[:, None] == rows.stop_ids).any(axis=1)

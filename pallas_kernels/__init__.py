@@ -7,6 +7,7 @@ The step ops are the same for one token a row. `implementation` is None (choose)
 """
 
 from pallas_kernels.blocks import copy_blocks, fill_blocks, read_blocks, write_blocks
+from pallas_kernels.columns import Columns, sliced, split
 from pallas_kernels.dispatch import prefer
 from pallas_kernels.ops import (
     causal_conv,
@@ -19,6 +20,7 @@ from pallas_kernels.ops import (
 from pallas_kernels.rows import RowIds, Rows
 
 __all__ = [
+    "Columns",
     "RowIds",
     "Rows",
     "causal_conv",
@@ -30,6 +32,8 @@ __all__ = [
     "read_blocks",
     "selective_scan",
     "selective_step",
+    "sliced",
+    "split",
     "ssd",
     "write_blocks",
 ]

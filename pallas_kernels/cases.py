@@ -76,7 +76,7 @@ TESTS = (
         {"H": 3, "P": 5, "G": 1, "N": 7, "K": 3},
         (1,),
         options={"activation": None},
-        absent=("conv_bias", "skip", "dt_bias"),
+        absent=("conv_bias", "skip", "dt_bias", "gate"),
     ),
 )
 
@@ -131,11 +131,12 @@ SHAPES: Mapping[str, Mapping[str, str]] = {
         "dt_bias": "H",
         "windows": "K-1 DC",
         "states": "H P N",
+        "gate": "T HP",
     },
 }
 SHAPES = {**SHAPES, "conv_step": SHAPES["causal_conv"], "selective_step": SHAPES["selective_scan"]}
 POOLS = ("windows", "states")
-PER_TOKEN = ("x", "dt", "B", "C", "z", "xbc")
+PER_TOKEN = ("x", "dt", "B", "C", "z", "xbc", "gate")
 
 
 def make_rows(case: Case, rng: np.random.Generator, blocks: int, *, steady: bool = False) -> Rows:
@@ -180,7 +181,8 @@ def make_operands(
     if "K" in sizes:
         sizes["K-1"] = sizes["K"] - 1
     if case.op == "mamba2_step":
-        sizes["DC"] = sizes["H"] * sizes["P"] + 2 * sizes["G"] * sizes["N"]
+        sizes["HP"] = sizes["H"] * sizes["P"]
+        sizes["DC"] = sizes["HP"] + 2 * sizes["G"] * sizes["N"]
     operands: dict[str, Any] = {"layer": layers - 1, **case.options}
     for name, dims in SHAPES[case.op].items():
         shape = tuple(sizes[dim] for dim in dims.split())

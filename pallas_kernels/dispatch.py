@@ -1,7 +1,8 @@
 """Which implementation runs an op, and whether its operands fit together.
 
 An implementation is a module with a function for every op that it can run. If it cannot run every
-call, it also has `supports(op, operands) -> str | None`, which gives its reason for declining.
+call, it also has `supports(op, operands) -> str | None`, which gives its reason for declining. With
+`TAKES_COLUMNS` it takes matrices as `Columns` too.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cpu, mosaic, reference, xla
+from pallas_kernels.columns import Columns, sliced
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "cpu": cpu, "mosaic": mosaic, "reference": reference, "xla": xla,
@@ -109,6 +111,8 @@ def run(
 ) -> Any:
     """Runs `op` on the implementation that `choose` picks; `options` are static."""
     name = choose(op, implementation, {**operands, **options})
+    if not getattr(IMPLEMENTATIONS[name], "TAKES_COLUMNS", False):
+        operands = {key: sliced(operand) for key, operand in operands.items()}
     return _compiled(name, op, tuple(sorted(options)))(**operands, **options)
 
 
@@ -122,7 +126,7 @@ def check_shapes(op: str, **operands: tuple[Any, str]) -> dict[str, int]:
     for name, (array, spec) in operands.items():
         if array is None:
             continue
-        dims, shape = spec.split(), jnp.shape(array)
+        dims, shape = spec.split(), getattr(array, "shape", ()) or jnp.shape(array)
         known: list[int | str] = []
         for dim, size in zip(dims, shape, strict=False):
             base, offset = (dim[:-2], int(dim[-2:])) if dim[-2:] in ("-1", "+1") else (dim, 0)
@@ -139,7 +143,8 @@ def check_shapes(op: str, **operands: tuple[Any, str]) -> dict[str, int]:
 def check_types(op: str, kind: Any, **operands: Any) -> None:
     """Raises TypeError for an operand whose dtype is not of `kind`, such as `jnp.floating`."""
     for name, array in operands.items():
-        if array is not None and not jnp.issubdtype(jnp.result_type(array), kind):
-            raise TypeError(
-                f"{op}: {name} must hold {kind.__name__} numbers, got {jnp.result_type(array)}"
-            )
+        if array is None:
+            continue
+        dtype = array.dtype if isinstance(array, Columns) else jnp.result_type(array)
+        if not jnp.issubdtype(dtype, kind):
+            raise TypeError(f"{op}: {name} must hold {kind.__name__} numbers, got {dtype}")

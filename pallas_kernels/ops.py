@@ -5,10 +5,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.columns import Columns
 from pallas_kernels.dispatch import check_shapes, check_types, run
 from pallas_kernels.rows import Rows
 
 Layer = int | Int[Array, ""]
+Matrix = Float[Array, "R C"] | Columns
 NO_LIMIT = (0.0, float("inf"))
 
 
@@ -189,7 +191,7 @@ def ssd(
 
 
 def conv_step(
-    x: Float[Array, "R D"],
+    x: Matrix,
     weight: Float[Array, "K D"],
     bias: Float[Array, "D"] | None,
     windows: Float[Array, "layers blocks K-1 D"],
@@ -200,7 +202,7 @@ def conv_step(
     activation: str | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks K-1 D"]]:
-    """`causal_conv` of one token a row. Returns `(y, windows)`.
+    """`causal_conv` of one token a row, `x[R, D]`, which may be `Columns`. Returns `(y, windows)`.
 
     Raises ValueError for shapes that do not fit, an unknown activation or implementation, and
     TypeError for dtypes.
@@ -222,10 +224,10 @@ def selective_step(
     x: Float[Array, "R D"],
     dt: Float[Array, "R D"],
     A: Float[Array, "D N"],
-    B: Float[Array, "R N"],
-    C: Float[Array, "R N"],
+    B: Matrix,
+    C: Matrix,
     skip: Float[Array, "D"] | None,
-    z: Float[Array, "R D"] | None,
+    z: Matrix | None,
     dt_bias: Float[Array, "D"] | None,
     states: Float[Array, "layers blocks N D"],
     layer: Layer,
@@ -235,6 +237,8 @@ def selective_step(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks N D"]]:
     """`selective_scan` of one token a row (arXiv:2312.00752). Returns `(y, states)`.
+
+    `B[R, N]`, `C[R, N]` and `z[R, D]` may be `Columns`.
 
     Raises ValueError for shapes that do not fit or an unknown implementation, and TypeError for
     dtypes.
@@ -257,8 +261,8 @@ def selective_step(
 
 
 def mamba2_step(
-    xbc: Float[Array, "R DC"],
-    dt: Float[Array, "R H"],
+    xbc: Matrix,
+    dt: Matrix,
     conv_weight: Float[Array, "K DC"],
     conv_bias: Float[Array, "DC"] | None,
     A: Float[Array, "H"],
@@ -269,6 +273,7 @@ def mamba2_step(
     layer: Layer,
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    gate: Matrix | None = None,
     *,
     n_groups: int,
     dt_limit: tuple[float, float] = NO_LIMIT,
@@ -281,8 +286,9 @@ def mamba2_step(
 ]:
     """`conv_step`, then `ssd`, of one token a row (arXiv:2405.21060).
 
-    `xbc` holds `x` (H P), `B` (G N) and `C` (G N) side by side, before the convolution. Returns
-    `(y, windows, states)`.
+    `xbc[R, DC]` holds `x` (H P), `B` (G N) and `C` (G N) side by side, before the convolution;
+    `dt` is `[R, H]`. If `gate[R, HP]` is given, `y` is multiplied by its silu. Each of them may be
+    `Columns`. Returns `(y, windows, states)`.
 
     Raises ValueError for shapes or options that do not fit or an unknown implementation, and
     TypeError for dtypes.
@@ -299,8 +305,13 @@ def mamba2_step(
         dt_bias=(dt_bias, "H"),
         windows=(windows, "_ _ K-1 DC"),
         states=(states, "_ _ H P N"),
+        gate=(gate, "R HP"),
     )
     _check_groups(op, sizes["H"], n_groups)
+    if gate is not None and sizes["HP"] != sizes["H"] * sizes["P"]:
+        raise ValueError(
+            f"{op}: gate must have H P = {sizes['H'] * sizes['P']} columns, got {sizes['HP']}"
+        )
     channels = sizes["H"] * sizes["P"] + 2 * n_groups * sizes["N"]
     if channels != sizes["DC"]:
         raise ValueError(

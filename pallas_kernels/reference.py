@@ -184,6 +184,7 @@ def mamba2_step(
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    gate: Float[Array, "R HP"] | None = None,
     *,
     n_groups: int,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -193,14 +194,17 @@ def mamba2_step(
     Float[Array, "layers blocks K-1 DC"],
     Float[Array, "layers blocks H P N"],
 ]:
-    """`causal_conv`, then `ssd`, of rows of one token."""
+    """`causal_conv`, then `ssd`, of rows of one token, and their gate."""
     rows = decode_rows(read_ids, write_ids)
     xbc, windows = causal_conv(
         xbc, conv_weight, conv_bias, windows, layer, rows, activation=activation
     )
     x, B, C = split_xbc(xbc, states, n_groups)
+    (x,) = _float32(x)
     y, states = ssd(x, dt, A, B, C, skip, dt_bias, states, layer, rows, dt_limit=dt_limit)
-    return y, windows, states
+    if gate is not None:
+        y = y * jax.nn.silu(gate.astype(jnp.float32)).reshape(y.shape)
+    return y.astype(xbc.dtype), windows, states
 
 
 def split_xbc(xbc: Float[Array, "R DC"], states: Float[Array, "layers blocks H P N"], groups: int):

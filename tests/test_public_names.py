@@ -19,8 +19,8 @@ PUBLIC = {
         parse_config save_model
     """,
     "pallas_kernels": """
-        RowIds Rows causal_conv conv_step copy_blocks fill_blocks mamba2_step prefer
-        read_blocks selective_scan selective_step ssd write_blocks
+        Columns RowIds Rows causal_conv conv_step copy_blocks fill_blocks mamba2_step prefer
+        read_blocks selective_scan selective_step sliced split ssd write_blocks
     """,
 }
 

@@ -68,6 +68,9 @@ class ToyLM(nnx.Module):
         packed = {name: _as_rows(ids) for name, ids in rows.items()}
         return self.prefill(tokens, positions, packed, cache)
 
+    def decoder(self):
+        return self.decode
+
     def logits(self, hidden):
         scores = jnp.mod(jnp.dot(hidden, self.weight[...], precision="highest"), 61) / 8
         count = hidden[..., 1:2] / (2 * self.config.layers)

@@ -53,8 +53,10 @@ class Mixer(Protocol):
         self, x: Float[Array, "tokens d"], pools: Leaves, layer: Any, rows: Rows
     ) -> tuple[Float[Array, "tokens d"], Leaves]: ...
 
+    def constants(self) -> PyTree: ...
+
     def decode(
-        self, x: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds
+        self, x: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds, constants: PyTree
     ) -> tuple[Float[Array, "rows d"], Leaves]: ...
 
 
@@ -73,10 +75,15 @@ class Block(nnx.Module):
         return residual + y.astype(residual.dtype), pools
 
     def decode(
-        self, residual: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds
+        self,
+        residual: Float[Array, "rows d"],
+        pools: Leaves,
+        layer: Any,
+        rows: RowIds,
+        constants: PyTree,
     ) -> tuple[Float[Array, "rows d"], Leaves]:
         """One token of each row through the block; the residual keeps its dtype."""
-        y, pools = self.mixer.decode(self.norm(residual), pools, layer, rows)
+        y, pools = self.mixer.decode(self.norm(residual), pools, layer, rows, constants)
         return residual + y.astype(residual.dtype), pools
 
 
@@ -87,8 +94,10 @@ def _prefill(block: Block, residual: Array, pools: Leaves, layer: Array, rows: R
 
 
 @jax.jit
-def _decode(block: Block, residual: Array, pools: Leaves, layer: Array, rows: RowIds) -> PyTree:
-    return block.decode(residual, pools, layer, rows)
+def _decode(
+    block: Block, residual: Array, pools: Leaves, layer: Array, rows: RowIds, constants: PyTree
+) -> PyTree:
+    return block.decode(residual, pools, layer, rows, constants)
 
 
 class CausalLM(nnx.Module):
@@ -142,7 +151,17 @@ class CausalLM(nnx.Module):
         cache: StateCache,
     ) -> tuple[Float[Array, "rows d"], StateCache]:
         """The hidden state of one token of each row, and the cache with the rows' new states."""
-        return self._run(_decode, tokens, rows, cache)
+        return self.decoder()(tokens, positions, rows, cache)
+
+    def decoder(self) -> Callable[..., tuple[Array, StateCache]]:
+        """`decode` for many tokens: what depends on the weights alone is computed here, once for all of them."""
+        # XLA leaves such things in a loop, a launch a layer and token.
+        constants = [block.mixer.constants() for block in self.blocks]
+
+        def decode(tokens, positions, rows, cache):
+            return self._run(_decode, tokens, rows, cache, constants)
+
+        return decode
 
     def logits(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... vocab"]:
         """Scores of every token of the vocabulary, in float32."""
@@ -154,12 +173,14 @@ class CausalLM(nnx.Module):
         tokens: Array,
         rows: Mapping[str, Any],
         cache: StateCache,
+        constants: Sequence[PyTree] | None = None,
     ) -> tuple[Array, StateCache]:
         residual = self.embeddings(tokens)
         residual = residual.astype(jnp.float32 if self.config.residual_in_fp32 else self.dtype)
         pools = cache.groups[self.GROUP]
         for i, layer in enumerate(self.blocks):
-            residual, pools = block(layer, residual, pools, np.int32(i), rows[self.GROUP])
+            own = () if constants is None else (constants[i],)
+            residual, pools = block(layer, residual, pools, np.int32(i), rows[self.GROUP], *own)
         hidden = self.norm(residual)
         return hidden, StateCache({**cache.groups, self.GROUP: pools})
 

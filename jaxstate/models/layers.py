@@ -104,9 +104,12 @@ class GatedRMSNorm(nnx.Module):
         self, x: Float[Array, "... d"], gate: Float[Array, "... d"]
     ) -> Float[Array, "... d"]:
         """The gated and normed input, in the dtype of the scale."""
-        weight = self.weight[...]
-        gated = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
-        split = gated.reshape((*x.shape[:-1], self.groups, -1))
+        return self.normed(x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32)))
+
+    def normed(self, gated: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """The norm of an input that was gated before."""
+        weight, x = self.weight[...], gated.astype(jnp.float32)
+        split = x.reshape((*x.shape[:-1], self.groups, -1))
         normed = rms_normalise(split, self.eps).reshape(x.shape)
         return (normed * weight.astype(jnp.float32)).astype(weight.dtype)
 

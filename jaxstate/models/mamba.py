@@ -128,38 +128,43 @@ class MambaMixer(nnx.Module):
             activation="silu",
         )  # fmt: skip
         dt, B, C = self._select(inner)
+        B, C = pk.sliced(B), pk.sliced(C)
         y, states = pk.selective_scan(
             inner, dt, self._A(), B, C, self.D[...], gate, self.dt_bias[...], pools["ssm"], layer,
             rows,
         )  # fmt: skip
         return self.out_proj(y), {"conv": windows, "ssm": states}
 
+    def constants(self) -> Array:
+        """What decoding needs beside the parameters themselves: the decay rates."""
+        return self._A()
+
     def decode(
-        self, x: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds
+        self, x: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds, constants: Array
     ) -> tuple[Float[Array, "rows d"], Leaves]:
         """One token of each row."""
-        inner, gate = jnp.split(self.in_proj(x), 2, -1)
+        inner, gate = pk.split(self.in_proj(x), *[self.config.intermediate_size] * 2)
         inner, windows = pk.conv_step(
             inner, self.conv1d.weight[...], value(self.conv1d.bias), pools["conv"], layer,
             rows.read_ids, rows.write_ids, activation="silu",
         )  # fmt: skip
         dt, B, C = self._select(inner)
         y, states = pk.selective_step(
-            inner, dt, self._A(), B, C, self.D[...], gate, self.dt_bias[...], pools["ssm"], layer,
+            inner, dt, constants, B, C, self.D[...], gate, self.dt_bias[...], pools["ssm"], layer,
             rows.read_ids, rows.write_ids,
         )  # fmt: skip
         return self.out_proj(y), {"conv": windows, "ssm": states}
 
-    def _select(self, inner: Array) -> tuple[Array, Array, Array]:
+    def _select(self, inner: Array) -> tuple[Array, pk.Columns | Array, pk.Columns | Array]:
         """The step size before its bias and softplus, and the input and output maps of the state."""
         c = self.config
-        parts = jnp.split(
-            self.x_proj(inner), [c.time_step_rank, c.time_step_rank + c.state_size], -1
-        )
+        parts = pk.split(self.x_proj(inner), c.time_step_rank, c.state_size, c.state_size)
         if c.mixer_rms_eps is not None:
-            parts = [rms_normalise(part, c.mixer_rms_eps).astype(part.dtype) for part in parts]
+            parts = [part.sliced() for part in parts]
+            dt, B, C = [rms_normalise(part, c.mixer_rms_eps).astype(part.dtype) for part in parts]
+            return self.dt_proj(dt), B, C
         dt, B, C = parts
-        return self.dt_proj(dt), B, C
+        return self.dt_proj(dt.sliced()), B, C
 
     def _A(self) -> Array:
         return -jnp.exp(self.A_log[...])

@@ -143,18 +143,23 @@ class Mamba2Mixer(nnx.Module):
         )  # fmt: skip
         return self._finish(y, gate), {"conv": windows, "ssm": states}
 
+    def constants(self) -> Array:
+        """What decoding needs beside the parameters themselves: the decay rates."""
+        return self._A()
+
     def decode(
-        self, x: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds
+        self, x: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds, constants: Array
     ) -> tuple[Float[Array, "rows d"], Leaves]:
         """One token of each row."""
         c = self.config
-        gate, xbc, dt = self._project(x)
+        gate, xbc, dt = pk.split(self.in_proj(x), c.inner_size, c.conv_size, c.num_heads)
         y, windows, states = pk.mamba2_step(
-            xbc, dt, self.conv1d.weight[...], value(self.conv1d.bias), self._A(), self.D[...],
+            xbc, dt, self.conv1d.weight[...], value(self.conv1d.bias), constants, self.D[...],
             self.dt_bias[...], pools["conv"], pools["ssm"], layer, rows.read_ids, rows.write_ids,
-            n_groups=c.n_groups, dt_limit=c.time_step_limit, activation="silu",
+            gate, n_groups=c.n_groups, dt_limit=c.time_step_limit, activation="silu",
         )  # fmt: skip
-        return self._finish(y, gate), {"conv": windows, "ssm": states}
+        y = self.norm.normed(y.reshape((-1, c.inner_size)))
+        return self.out_proj(y), {"conv": windows, "ssm": states}
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
         c = self.config

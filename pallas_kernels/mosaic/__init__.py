@@ -9,9 +9,12 @@ from typing import Any
 import jax
 
 from pallas_kernels import xla
+from pallas_kernels.columns import sliced
 from pallas_kernels.mosaic.support import supports
 
 __all__ = ["conv_step", "mamba2_step", "selective_scan", "selective_step", "supports"]
+
+TAKES_COLUMNS = True
 
 OPTIONS = frozenset(("activation", "dt_limit", "n_groups"))
 KERNEL_OPTIONS = frozenset(("config", "conv_config", "interpret"))
@@ -28,7 +31,10 @@ def _differentiable(kernel, twin, arguments: dict[str, Any]):
         return kernel(**operands, **options, **own)
 
     def forward(operands):
-        return jax.vjp(lambda operands: twin(**operands, **options), operands)
+        def plain(operands):
+            return twin(**{name: sliced(value) for name, value in operands.items()}, **options)
+
+        return jax.vjp(plain, operands)
 
     step.defvjp(forward, lambda backward, cotangents: backward(cotangents))
     names = arguments.keys() - OPTIONS - KERNEL_OPTIONS

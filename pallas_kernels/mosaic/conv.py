@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.columns import Columns, parts
 from pallas_kernels.mosaic.blocks import inside, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
@@ -17,7 +18,7 @@ from pallas_kernels.mosaic.gates import float32, silu
 
 
 def conv_step(
-    x: Float[Array, "R D"],
+    x: Float[Array, "R D"] | Columns,
     weight: Float[Array, "K D"],
     bias: Float[Array, "D"] | None,
     windows: Float[Array, "layers blocks K-1 D"],
@@ -34,17 +35,19 @@ def conv_step(
     A program owns its channels of the row's window, so read and write block may be the same.
     """
     rows, channels = x.shape
-    taps = weight.shape[0]
+    taps, dtype = weight.shape[0], x.dtype
+    x, first = parts(x)
     config = config or conv_config(rows, channels)
     width = 128 * config.width
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=config.width)
 
     def conv_step_kernel(refs, windows, y):
         row = lax.axis_index("row")
-        lanes = pl.ds(lax.axis_index("channels") * width, width)
+        start = lax.axis_index("channels") * width
+        lanes = pl.ds(start, width)
         layer, read, write = refs["layer"][0], refs["read_ids"][row], refs["write_ids"][row]
 
-        x = load(refs["x"].at[row, lanes], layout)
+        x = load(refs["x"].at[row, pl.ds(first + start, width)], layout)
         weight = [load(refs["weight"].at[tap, lanes], layout) for tap in range(taps)]
         bias = [] if refs["bias"] is None else [load(refs["bias"].at[lanes], layout)]
 
@@ -87,7 +90,7 @@ def conv_step(
         conv_step_kernel,
         operands,
         windows,
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct((rows, channels), dtype),
         grid={"row": rows, "channels": channels // width},
         interpret=interpret,
     )

@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.columns import Columns
 from pallas_kernels.mosaic.config import ConvConfig, StateConfig
 from pallas_kernels.mosaic.conv import conv_step
 from pallas_kernels.mosaic.gates import NO_LIMIT
@@ -11,8 +12,8 @@ from pallas_kernels.mosaic.state import state_step
 
 
 def mamba2_step(
-    xbc: Float[Array, "R DC"],
-    dt: Float[Array, "R H"],
+    xbc: Float[Array, "R DC"] | Columns,
+    dt: Float[Array, "R H"] | Columns,
     conv_weight: Float[Array, "K DC"],
     conv_bias: Float[Array, "DC"] | None,
     A: Float[Array, "H"],
@@ -23,6 +24,7 @@ def mamba2_step(
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    gate: Float[Array, "R HP"] | Columns | None = None,
     *,
     n_groups: int,
     dt_limit: tuple[float, float] = NO_LIMIT,
@@ -60,6 +62,7 @@ def mamba2_step(
         dt_bias,
         states,
         *ids,
+        gate,
         n_groups=n_groups,
         dt_limit=dt_limit,
         config=config,

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.columns import Columns, parts
 from pallas_kernels.mosaic.blocks import read_block, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
@@ -34,10 +35,10 @@ def selective_step(
     x: Float[Array, "R D"],
     dt: Float[Array, "R D"],
     A: Float[Array, "D N"],
-    B: Float[Array, "R N"],
-    C: Float[Array, "R N"],
+    B: Float[Array, "R N"] | Columns,
+    C: Float[Array, "R N"] | Columns,
     skip: Float[Array, "D"] | None,
-    z: Float[Array, "R D"] | None,
+    z: Float[Array, "R D"] | Columns | None,
     dt_bias: Float[Array, "D"] | None,
     states: Float[Array, "layers blocks N D"],
     layer: int | Int[Array, ""],
@@ -55,6 +56,9 @@ def selective_step(
     size = A.shape[1]
     config = config or selective_config(rows, channels, size)
     width = config.channels
+    B, first_B = parts(B)
+    C, first_C = parts(C)
+    z, first_z = parts(z)
     shape = (size, width)
     layout = tile_layout(config)
     by_channel, by_state = layout.reduce(0), layout.reduce(1)
@@ -74,21 +78,31 @@ def selective_step(
         return h, y if z is None else y * silu(z)
 
     def selective_step_kernel(refs, states, y):
-        lanes = pl.ds(lax.axis_index("channels") * width, width)
+        start = lax.axis_index("channels") * width
+        lanes = pl.ds(start, width)
         first = lax.axis_index("rows") * config.rows
         own = [first + n for n in range(config.rows)]
         layer = refs["layer"][0]
         ids = [(refs["read_ids"][row], refs["write_ids"][row]) for row in own]
 
-        def per_channel(name, *row):
+        def per_channel(name, *row, first=0):
             ref = refs[name]
+            lanes = pl.ds(first + start, width)
             return None if ref is None else load(ref.at[(*row, lanes)], by_channel)
+
+        def per_state(name, row, first):
+            return load(refs[name].at[row, pl.ds(first, size)], by_state)
 
         A = load(refs["A"].at[:, lanes], layout)
         weights = [per_channel("skip"), per_channel("dt_bias")]
         tokens = [
-            [per_channel(name, row) for name in ("x", "dt", "z")]
-            + [load(refs[name].at[row], by_state) for name in ("B", "C")]
+            (
+                per_channel("x", row),
+                per_channel("dt", row),
+                per_channel("z", row, first=first_z),
+                per_state("B", row, first_B),
+                per_state("C", row, first_C),
+            )
             for row in own
         ]
 

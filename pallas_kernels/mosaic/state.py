@@ -10,11 +10,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.columns import Columns, parts
 from pallas_kernels.mosaic.blocks import read_block, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
 from pallas_kernels.mosaic.config import StateConfig, state_config
-from pallas_kernels.mosaic.gates import NO_LIMIT, float32, step_size
+from pallas_kernels.mosaic.gates import NO_LIMIT, float32, silu, step_size
 
 # A tile [P, N] in registers. A warp takes four rows at once, 32 columns of each: eight threads with
 # four columns, so that its accesses are whole lines of 128 bytes, and the sum over N takes three
@@ -41,39 +42,46 @@ class Inputs(NamedTuple):
     dt_bias: Any
     A: Any
     skip: Any
+    gate: Any
 
 
 class Sizes(NamedTuple):
-    """Sizes of a head's state, heads, groups and the rows of a tile."""
+    """Sizes of a head's state, heads, groups and the rows of a tile; the first columns of dt and gate."""
 
     heads: int
     width: int
     state: int
     groups: int
     rows: int
+    dt: int
+    gate: int
 
 
 def load_inputs(refs, tile: Tile, sizes: Sizes) -> Inputs:
     """The inputs of one tile."""
 
-    def vector(start, size, layout):
-        return load(refs["xbc"].at[tile.row, pl.ds(start, size)], layout)
+    def vector(start, size, layout, name="xbc"):
+        return load(refs[name].at[tile.row, pl.ds(start, size)], layout)
 
     def scalar(name):
         return None if refs[name] is None else refs[name][tile.head]
 
     inner, per_group = sizes.heads * sizes.width, sizes.heads // sizes.groups
     group = lax.div(tile.head, per_group) * sizes.state
-    x = vector(tile.head * sizes.width + tile.start, sizes.rows, BY_ROW)
+    first = tile.head * sizes.width + tile.start
+    x = vector(first, sizes.rows, BY_ROW)
+    gate = None
+    if refs["gate"] is not None:
+        gate = vector(sizes.gate + first, sizes.rows, BY_ROW, "gate")
     B = vector(inner + group, sizes.state, BY_COLUMN)
     C = vector(inner + sizes.groups * sizes.state + group, sizes.state, BY_COLUMN)
-    dt = refs["dt"][tile.row, tile.head]
-    return Inputs(x, B, C, dt, scalar("dt_bias"), scalar("A"), scalar("skip"))
+    dt = refs["dt"][tile.row, sizes.dt + tile.head]
+    return Inputs(x, B, C, dt, scalar("dt_bias"), scalar("A"), scalar("skip"), gate)
 
 
 def update(h, inputs: Inputs, dt_limit):
     """The new state and the output of one tile."""
-    x, B, C, dt, dt_bias, A, skip = float32(inputs)
+    x, B, C, dt, dt_bias, A, skip, gate = float32(inputs)
 
     def down(vector):
         return lax.broadcast_in_dim(vector, h.shape, (0,))
@@ -84,7 +92,8 @@ def update(h, inputs: Inputs, dt_limit):
     dt = step_size(dt, dt_bias, dt_limit)
     h = h * jnp.exp(dt * A) + down(x * dt) * across(B)
     y = jnp.sum(h * across(C), axis=1)
-    return h, y if skip is None else y + x * skip
+    y = y if skip is None else y + x * skip
+    return h, y if gate is None else y * silu(gate)
 
 
 def tile_kernel(sizes: Sizes, dt_limit) -> Callable:
@@ -119,7 +128,7 @@ def tile_kernel(sizes: Sizes, dt_limit) -> Callable:
 
 def state_step(
     xbc: Float[Array, "R DC"],
-    dt: Float[Array, "R H"],
+    dt: Float[Array, "R H"] | Columns,
     A: Float[Array, "H"],
     skip: Float[Array, "H"] | None,
     dt_bias: Float[Array, "H"] | None,
@@ -127,6 +136,7 @@ def state_step(
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    gate: Float[Array, "R HP"] | Columns | None = None,
     *,
     n_groups: int,
     dt_limit: tuple[float, float] = NO_LIMIT,
@@ -137,7 +147,9 @@ def state_step(
     heads, width, size = states.shape[2:]
     rows = xbc.shape[0]
     config = config or state_config(rows, heads, width, size)
-    sizes = Sizes(heads, width, size, n_groups, config.rows)
+    dt, first_dt = parts(dt)
+    gate, first_gate = parts(gate)
+    sizes = Sizes(heads, width, size, n_groups, config.rows, first_dt, first_gate)
     operands = {
         "layer": scalar_operand(layer),
         "read_ids": read_ids,
@@ -147,6 +159,7 @@ def state_step(
         "A": A,
         "skip": skip,
         "dt_bias": dt_bias,
+        "gate": gate,
     }
     out = jax.ShapeDtypeStruct((rows, heads, width), xbc.dtype)
     grid = {"row": rows, "head": heads, "part": width // config.rows}

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.columns import Columns
+
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -67,6 +69,18 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
     return _conv_reason(channels, taps)
 
 
+def _columns_reason(operands: Mapping[str, Any]) -> str | None:
+    for name, operand in operands.items():
+        if isinstance(operand, Columns) and operand.start % 8:
+            return f"{name} begins at column {operand.start}, and it needs a multiple of 8"
+    return None
+
+
 def supports(op: str, operands: Mapping[str, Any]) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
-    return device_reason() or _dtype_reason(operands) or shape_reason(op, operands)
+    return (
+        device_reason()
+        or _dtype_reason(operands)
+        or _columns_reason(operands)
+        or shape_reason(op, operands)
+    )

@@ -1,5 +1,6 @@
 """Mamba-2's one-token step: conv step, state step and skip."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -21,6 +22,7 @@ def mamba2_step(
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    gate: Float[Array, "R HP"] | None = None,
     *,
     n_groups: int,
     dt_limit: tuple[float, float] = NO_LIMIT,
@@ -49,6 +51,9 @@ def mamba2_step(
     y = jnp.sum(h * C, axis=-1)
     if skip is not None:
         y = y + skip.astype(jnp.float32).reshape((*x.shape[1:3], 1)) * x
-    y = live_outputs(y.reshape((count, heads, width)), write_ids != 0)
+    y = y.reshape((count, heads, width))
+    if gate is not None:
+        y = y * jax.nn.silu(gate.astype(jnp.float32)).reshape(y.shape)
+    y = live_outputs(y, write_ids != 0)
     h = h.reshape((count, heads, width, size))
     return y.astype(xbc.dtype), windows, write_blocks(states, layer, write_ids, h)

@@ -107,6 +107,7 @@ def mamba2_step(
     read_ids,
     write_ids,
     n_groups,
+    gate=None,
     dt_limit=(0.0, np.inf),
     activation="silu",
 ):
@@ -118,4 +119,6 @@ def mamba2_step(
     B = y[:, heads * width : heads * width + n_groups * size].reshape(count, n_groups, size)
     C = y[:, heads * width + n_groups * size :].reshape(count, n_groups, size)
     y, states = ssd(x, dt, A, B, C, skip, dt_bias, states, layer, rows, dt_limit)
+    if gate is not None:
+        y = y * np.where(np.asarray(write_ids)[:, None] == 0, 0, silu(_f64(gate))).reshape(y.shape)
     return y, windows, states

@@ -35,7 +35,7 @@ CALLS = (
     ),
     (Case("mamba2_step", MAMBA2, ROWS, options=LIMIT), StateConfig(16)),
     (
-        Case("mamba2_step", MAMBA2, ROWS, absent=("conv_bias", "skip", "dt_bias"), **HALF),
+        Case("mamba2_step", MAMBA2, ROWS, absent=("conv_bias", "skip", "dt_bias", "gate"), **HALF),
         StateConfig(32),
     ),
     (
@@ -107,7 +107,7 @@ def abstract_operands(op: str, rows: int, state_dtype: str = "float32"):
     """Shapes of a call's operands, without their memory, and its options."""
     sizes = {"T": rows, **SIZES[op]}
     if op == "mamba2_step":
-        sizes |= {"K-1": 3, "DC": 80 * 64 + 2 * 128}
+        sizes |= {"K-1": 3, "DC": 80 * 64 + 2 * 128, "HP": 80 * 64}
     shapes = {"layer": jax.ShapeDtypeStruct((), jnp.int32)}
     for name, dims in cases.SHAPES[op].items():
         shape = tuple(sizes.get(dim, 3) for dim in dims.split())
