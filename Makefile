@@ -7,7 +7,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-gpu lint clean
 
 PYTHON ?=
 EXTRAS ?=
@@ -27,6 +27,7 @@ test_stamp := .venv/.ready-$(test_extras)
 help:
 	@echo 'make demo    generate text with the model that comes with jaxstate'
 	@echo 'make test    lint, types and the whole test-suite'
+	@echo 'make test-gpu  what only an NVIDIA GPU can show; skipped where there is none (EXTRAS=cuda13)'
 	@echo 'make lint    ruff and pyright only'
 	@echo 'make clean   remove .venv and everything built'
 
@@ -37,6 +38,10 @@ demo: $(run_stamp)
 
 test: lint
 	$(python) -m pytest $(if $(PYTEST),$(PYTEST),-n 2 --dist loadfile)
+
+# Several processes share the GPU, so none may take all of its memory.
+test-gpu: $(test_stamp)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(python) -m pytest tests/gpu $(if $(PYTEST),$(PYTEST),-n 4)
 
 lint: $(test_stamp)
 	$(python) -m ruff check

@@ -34,6 +34,7 @@ from jaxstate.state.spec import CacheSpec
 from jaxstate.stats import Stats
 from jaxstate.step import EngineState, Outcome, decode_step, place_step, prefill_step
 from jaxstate.text import Tokenizer
+from pallas_kernels import dispatch
 
 Report = Callable[[str], None]
 
@@ -137,6 +138,21 @@ class Engine:
         """The programs: `prefill`, `decode` and, on a GPU, `decode_filtered`."""
         return tuple(self._jitted)
 
+    def kernels(self) -> str:
+        """What runs the ops of the programs, and why not our own kernels, in a line; nothing is compiled."""
+        state = jax.eval_shape(functools.partial(EngineState.create, self.spec, poison=self.poison))
+        for kind in self.kinds:
+            plan = null_plan(self.shape, prefill=kind == "prefill")
+            self._jitted[kind].trace(self._params, state, plan)
+        return dispatch.describe(dispatch.chosen())
+
+    def _options(self, kind: str) -> dict[str, Any]:
+        """XLA's options for a program."""
+        device = next(iter(self._params[0].devices()))
+        # For many rows cuBLAS's products are as fast as XLA's own and need no sum over parts in a launch of its own.
+        many = device.platform != "cpu" and kind != "prefill" and self.spec.rows >= 32
+        return {"xla_gpu_enable_triton_gemm": False} if many else {}
+
     def compile(self) -> None:
         """Compiles all programs, saying so; the first step does it if nobody did."""
         if self._programs:
@@ -150,7 +166,7 @@ class Engine:
         }
 
         def finish(kind: str, lowered: Any, started: float) -> Any:
-            program = lowered.compile()
+            program = _compile(lowered, self._options(kind))
             self._report(f"compiled {names[kind]}: {time.perf_counter() - started:.1f} s")
             return program
 
@@ -159,6 +175,7 @@ class Engine:
             for kind in self.kinds:
                 self._report(f"compiling {names[kind]}")
                 pending[kind] = pool.submit(finish, kind, self.lower(kind), time.perf_counter())
+            self._report(f"kernels {dispatch.describe(dispatch.chosen())}")
             self._programs = {kind: future.result() for kind, future in pending.items()}
         self.stats.programs, self.stats.compile_s = len(self._programs), time.perf_counter() - begin
         jax.block_until_ready(self.state)
@@ -378,6 +395,16 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"Engine({self.schedule}, {self.stats})"
+
+
+def _compile(lowered: Any, options: dict[str, Any]) -> Any:
+    """The program, compiled with those options if this release of XLA has them."""
+    try:
+        return lowered.compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return lowered.compile()
 
 
 def _decodes(platform: str, steps: int) -> dict[str, dict[str, Any]]:

@@ -6,12 +6,13 @@ The step ops are the same for one token a row. `implementation` is None (choose)
 "reference"; `prefer` sets what is chosen from.
 """
 
-from pallas_kernels.blocks import copy_blocks, fill_blocks, read_blocks, write_blocks
+from pallas_kernels.blocks import copy_blocks, read_blocks, write_blocks
 from pallas_kernels.columns import Columns, sliced, split
 from pallas_kernels.dispatch import prefer
 from pallas_kernels.ops import (
     causal_conv,
     conv_step,
+    fill_blocks,
     mamba2_step,
     selective_scan,
     selective_step,

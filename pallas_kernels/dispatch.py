@@ -44,6 +44,20 @@ def chosen() -> dict[str, Choice]:
     return dict(_chosen)
 
 
+def describe(choices: Mapping[str, Choice]) -> str:
+    """Who runs what, and why not who comes first, in one line."""
+    ops: dict[Choice, list[str]] = {}
+    for op, choice in sorted(choices.items()):
+        # That an implementation does not have an op is no news.
+        reasons = tuple((name, why) for name, why in choice.declined if op not in why)
+        ops.setdefault(Choice(choice.name, reasons), []).append(op)
+    parts = []
+    for choice, names in ops.items():
+        why = "; ".join(f"{name} declines: {reason}" for name, reason in choice.declined)
+        parts.append(f"{', '.join(names)} by {choice.name}{f' ({why})' if why else ''}")
+    return "; ".join(parts)
+
+
 def prefer(*names: str) -> contextlib.AbstractContextManager:
     """In this context a call that names no implementation tries these, in turn.
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.columns import Columns
 from pallas_kernels.dispatch import check_shapes, check_types, run
@@ -66,6 +66,21 @@ def _check_limit(op: str, dt_limit: tuple[float, float]) -> tuple[float, float]:
 def _layer(layer: Layer) -> Int[Array, ""]:
     # An array whatever it was, so that a Python int does not make another trace.
     return jnp.asarray(layer, jnp.int32)
+
+
+def fill_blocks(
+    pool: Shaped[Array, "layers blocks ..."],
+    ids: Int[Array, "n"],
+    value: complex | Shaped[Array, ""],
+    *,
+    implementation: str | None = None,
+) -> Shaped[Array, "layers blocks ..."]:
+    """The pool with `value` in every element of blocks `ids`, in all layers; id 0 is dropped.
+
+    So are ids outside the pool. Raises ValueError for an unknown implementation.
+    """
+    operands = {"pool": pool, "ids": jnp.asarray(ids), "value": jnp.asarray(value, pool.dtype)}
+    return run("fill_blocks", implementation, operands)
 
 
 def causal_conv(

@@ -12,8 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.blocks import read_blocks, write_blocks
+from pallas_kernels.blocks import fill_blocks, read_blocks, write_blocks
 from pallas_kernels.rows import Rows, decode_rows, token_rows, writes
+
+__all__ = [
+    "causal_conv",
+    "conv_step",
+    "fill_blocks",
+    "mamba2_step",
+    "selective_scan",
+    "selective_step",
+    "ssd",
+]
 
 
 def walk(step: Callable, inputs, pool, layer, rows: Rows):

@@ -16,6 +16,7 @@ from jaxstate.serve.bounds import max_token_bytes
 from jaxstate.sizing import STATE_SHARE, Sizes, free_bytes
 from jaxstate.state.spec import GroupSpec, format_bytes
 from jaxstate.text import Tokenizer
+from pallas_kernels import dispatch
 
 
 class PlatformError(JaxstateError):
@@ -61,6 +62,7 @@ class Loaded:
              f"up to {spec.max_len:,} tokens"),
             ("rows", f"{spec.rows:,} in flight ({_fit(engine)})"),
             ("prefixes", _describe_reuse(engine)),
+            ("kernels", engine.kernels()),
             ("program", f"prefill, {shape.chunk_tokens:,} tokens of up to {spec.rows:,} rows"),
             ("program", f"decode, {spec.rows:,} rows x {engine.steps_per_dispatch} tokens"),
         ]  # fmt: skip
@@ -72,6 +74,7 @@ class Loaded:
             "model": self.name,
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,
+            "kernels": {op: choice._asdict() for op, choice in dispatch.chosen().items()},
             "sizes": {
                 "rows": spec.rows,
                 "max_len": spec.max_len,

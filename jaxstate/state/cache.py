@@ -21,7 +21,8 @@ from jaxstate.errors import OwnershipError, SpecError
 from jaxstate.state.ids import whole_numbers
 from jaxstate.state.spec import NULL, CacheSpec, format_leaves
 from jaxstate.typing import Int, PyTree
-from pallas_kernels.blocks import copy_blocks, fill_blocks, gather_blocks, scatter_blocks
+from pallas_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
+from pallas_kernels.ops import fill_blocks
 
 
 def poison_by_default() -> bool:

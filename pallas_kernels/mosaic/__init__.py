@@ -12,7 +12,14 @@ from pallas_kernels import xla
 from pallas_kernels.columns import sliced
 from pallas_kernels.mosaic.support import supports
 
-__all__ = ["conv_step", "mamba2_step", "selective_scan", "selective_step", "supports"]
+__all__ = [
+    "conv_step",
+    "fill_blocks",
+    "mamba2_step",
+    "selective_scan",
+    "selective_step",
+    "supports",
+]
 
 TAKES_COLUMNS = True
 
@@ -46,6 +53,13 @@ def conv_step(**arguments):
     from pallas_kernels.mosaic.conv import conv_step
 
     return _differentiable(conv_step, xla.conv_step, arguments)
+
+
+def fill_blocks(**arguments):
+    """`pallas_kernels.mosaic.fill.fill_blocks`."""
+    from pallas_kernels.mosaic.fill import fill_blocks
+
+    return fill_blocks(**arguments)
 
 
 def mamba2_step(**arguments):

@@ -1,5 +1,6 @@
 """Which calls the kernels can run, and why not the others."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,12 @@ def _conv_reason(channels: int, taps: int) -> str | None:
 
 def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
     """Why the shapes do not fit the kernels' tiles; None if they do."""
+    if op == "fill_blocks":
+        pool = operands["pool"]
+        if pool.dtype not in DTYPES:
+            return f"pool is {pool.dtype}, and it takes float32, bfloat16 and float16"
+        size = math.prod(pool.shape[2:])
+        return f"a block holds {size} numbers, not a multiple of 128" if size % 128 else None
     if op == "conv_step":
         taps, channels = operands["weight"].shape
         return _conv_reason(channels, taps)

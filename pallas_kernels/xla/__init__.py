@@ -1,5 +1,6 @@
 """Portable implementations of every op, chunked, for any backend that JAX runs on."""
 
+from pallas_kernels.blocks import fill_blocks
 from pallas_kernels.xla.conv import causal_conv, conv_step
 from pallas_kernels.xla.selective import selective_scan, selective_step
 from pallas_kernels.xla.ssd import ssd
@@ -8,6 +9,7 @@ from pallas_kernels.xla.step import mamba2_step
 __all__ = [
     "causal_conv",
     "conv_step",
+    "fill_blocks",
     "mamba2_step",
     "selective_scan",
     "selective_step",

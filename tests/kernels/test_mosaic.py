@@ -80,6 +80,20 @@ def test_ids_outside_the_pool_touch_nobody(case, chosen):
         np.testing.assert_array_equal(pool[:-1], before[:-1])
 
 
+@pytest.mark.parametrize(("block", "dtype"), [((3, 256), "bfloat16"), ((4, 32, 16), "float32")])
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_blocks_are_filled_and_others_keep_their_bits(block, dtype, value):
+    pool = jax.random.normal(jax.random.key(0), (2, 6, *block), dtype)
+    ids = jnp.asarray([4, 0, 2, 6, -1, 0], jnp.int32)
+    filled = mosaic.fill_blocks(
+        pool=pool, ids=ids, value=jnp.asarray(value, dtype), interpret=INTERPRET
+    )
+    expected = np.array(pool, np.float32)
+    expected[:, [2, 4]] = value
+    np.testing.assert_array_equal(np.asarray(filled, np.float32), expected)
+    assert filled.dtype == dtype
+
+
 def test_a_kernel_differentiates_like_its_xla_twin():
     operands = make_operands(Case("conv_step", CONV, ROWS, options={"activation": "silu"}))
     windows = jax.random.normal(jax.random.key(0), operands["windows"].shape)
@@ -166,6 +180,16 @@ def test_a_kernel_lowers_for_cuda_in_place_and_once_for_all_layers(op, chosen):
     assert text.count("tf.aliasing_output") == pools
 
 
+def test_filling_lowers_for_cuda_in_place():
+    pool, ids = jax.ShapeDtypeStruct((3, 9, 80, 64, 128), jnp.float32), jnp.zeros(8, jnp.int32)
+    fill = jax.jit(
+        lambda p: mosaic.fill_blocks(pool=p, ids=ids, value=jnp.float32(0)), donate_argnums=0
+    )
+    text = fill.trace(pool).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"custom_call @mosaic_gpu_v2.*", text)
+    assert "output_operand_alias" in call and text.count("tf.aliasing_output") == 1
+
+
 @pytest.mark.parametrize("rows", [1, 8, 32, 128])
 @pytest.mark.parametrize("op", SIZES)
 def test_the_chosen_configuration_lowers(op, rows):
@@ -209,6 +233,13 @@ def test_reasons_name_what_does_not_fit():
         case = Case(op, {**SIZES[op], **sizes}, (1,))
         return support.shape_reason(op, make_operands(case, blocks=4))
 
+    def fill_reason(shape, dtype="float32"):
+        operands = {"pool": jax.ShapeDtypeStruct((2, 3, *shape), dtype)}
+        return support.shape_reason("fill_blocks", operands)
+
+    assert fill_reason((4, 32)) is None
+    assert "holds 96 numbers, not a multiple of 128" in str(fill_reason((3, 32)))
+    assert "pool is int32" in str(fill_reason((128,), "int32"))
     assert reason("conv_step", D=256) is None
     assert "multiple of 128 channels, got 200" in str(reason("conv_step", D=200))
     assert "no window" in str(reason("conv_step", D=256, K=1))

@@ -97,7 +97,9 @@ def test_every_block_gives_back_the_dtype_it_got(variant, dtype, residual):
     x = jax.ShapeDtypeStruct((ROWS, model.config.hidden_size), jnp.dtype(residual))
     rows = RowIds(*2 * [jax.ShapeDtypeStruct((ROWS,), jnp.int32)])
     block = model.blocks[0]
-    out, new = jax.eval_shape(lambda x, p, r: block.decode(x, p, 0, r), x, pools, rows)
+    out, new = jax.eval_shape(
+        lambda x, p, r: block.decode(x, p, 0, r, block.mixer.constants()), x, pools, rows
+    )
     assert out.dtype == x.dtype
     assert jax.tree.map(lambda a: a.dtype, new) == jax.tree.map(lambda a: a.dtype, pools)
     normed = x.update(dtype=jnp.dtype(dtype))
