@@ -1,5 +1,6 @@
 """Sampling against plain numpy, and draws against the exact distribution."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,3 +198,23 @@ def test_a_requests_hash_is_the_same_in_every_process():
     assert request_hash("") == 1188227382  # BLAKE2s of no bytes, 4 bytes of it, little end first
     assert request_hash("req-1") != request_hash("req-2")
     assert 0 <= request_hash("\ud83d") < 2**32  # half a surrogate pair is still an id
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_the_tokens_are_the_same_with_and_without_branches(filters):
+    logits = 3 * jax.random.normal(jax.random.key(4), (6, 50))
+    temperature = jnp.array([0.0, 0.5, 1.0, 0.0, 2.0, 1.0])
+    fields = {"temperature": temperature, "seed": jnp.arange(6, dtype=jnp.uint32)}
+    if filters:
+        fields |= {
+            "top_k": jnp.array([5, 3, 0, 0, 7, 0]),
+            "top_p": jnp.array([1.0, 0.5, 1, 1, 0.9, 1]),
+        }
+    sampling, position = sampling_of(6, **fields), jnp.arange(6)
+    forced = jnp.array([-1, -1, 7, -1, -1, -1])
+    draw = jax.jit(sample, static_argnames="filters")
+    asked = draw(logits, sampling, position, forced)
+    told = draw(logits, sampling, position, forced, filters=filters)
+    chex.assert_trees_all_equal(asked, told)
+    text = draw.lower(logits, sampling, position, forced, filters=filters).as_text()
+    assert "stablehlo.case" not in text and "stablehlo.if" not in text

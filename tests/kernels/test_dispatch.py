@@ -1,13 +1,18 @@
 """Choice of an implementation and refusals that state what was expected."""
 
+import functools
 from types import SimpleNamespace
 
+import chex
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels as pk
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, mosaic
 from pallas_kernels.cases import Case, make_operands
+from pallas_kernels.mosaic import support
 
 CONV = Case("causal_conv", {"D": 6, "K": 4}, (5, 2))
 SSD = Case("ssd", {"H": 4, "P": 2, "G": 2, "N": 3}, (5, 2))
@@ -105,3 +110,59 @@ def test_integers_are_not_taken_for_floats():
     operands = make_operands(CONV)
     with pytest.raises(TypeError, match="x must hold floating numbers, got int32"):
         pk.causal_conv(**operands | {"x": jnp.ones((7, 6), jnp.int32)})
+
+
+def test_prefer_sets_what_a_call_chooses_from_and_jit_notices(picky):
+    operands = make_operands(CONV)
+    call = jax.jit(lambda x: pk.causal_conv(**{**operands, "x": x})[0])
+    assert (call(operands["x"]) == 42).all()
+    with pk.prefer("xla"):
+        assert not (call(operands["x"]) == 42).any()
+    with pk.prefer("picky", "reference"):
+        assert (call(operands["x"]) == 42).all()
+    assert (call(operands["x"]) == 42).all()
+    with pytest.raises(ValueError, match="unknown implementation 'fast'"):
+        pk.prefer("fast", "xla")
+    with pytest.raises(ValueError, match="must be one of"):
+        pk.prefer("picky")
+
+
+def test_what_was_chosen_is_told_with_the_reason(picky):
+    pk.causal_conv(**make_operands(Case("causal_conv", {"D": 7, "K": 4}, (5, 2))))
+    choice = dispatch.chosen()["causal_conv"]
+    assert choice.name == "xla" and ("picky", "7 channels, at most 6") in choice.declined
+    told = dispatch.describe({"causal_conv": choice, "ssd": dispatch.Choice("xla")})
+    assert told == "causal_conv by xla (picky declines: 7 channels, at most 6); ssd by xla"
+
+
+@pytest.mark.parametrize("implementation", dispatch.PORTABLE)
+def test_columns_of_a_wider_array_are_an_operand(implementation):
+    operands = make_operands(STEP)
+    matrices = {name: operands[name] for name in ("gate", "xbc", "dt")}
+    widths = [value.shape[1] for value in matrices.values()]
+    wide = jnp.concatenate(list(matrices.values()), axis=1)
+    parts = dict(zip(matrices, pk.split(wide, *widths), strict=True))
+    step = jax.jit(
+        lambda operands: pk.mamba2_step(**operands, n_groups=2, implementation=implementation)
+    )
+    operands.pop("n_groups")
+    chex.assert_trees_all_equal(step({**operands, **parts}), step(operands))
+    with pytest.raises(ValueError, match=r"parts of \(3, 4\) columns do not make 32"):
+        pk.split(wide, 3, 4)
+    short = pk.Columns(wide, 0, 7)
+    with pytest.raises(ValueError, match=r"must have shape \[K, DC\] = \[4, 7\]"):
+        pk.mamba2_step(**{**operands, "xbc": short}, n_groups=2)
+    with pytest.raises(ValueError, match="gate must have H P = 8 columns, got 7"):
+        pk.mamba2_step(**{**operands, "gate": short}, n_groups=2)
+
+
+def test_columns_keep_where_they_are_in_a_kernel(monkeypatch):
+    operands = make_operands(Case("conv_step", {"D": 128, "K": 3}, (1,) * 4))
+    noise = jnp.full((4, 16), jnp.nan)
+    wide = jnp.concatenate([noise, operands["x"], noise], axis=1)
+    step = functools.partial(mosaic.conv_step, interpret=plgpu.InterpretGPUParams())
+    placed = step(**{**operands, "x": pk.Columns(wide, 16, 128)})
+    chex.assert_trees_all_equal(placed, step(**operands))
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    odd = {**operands, "x": pk.Columns(wide, 4, 128)}
+    assert "begins at column 4" in str(support.supports("conv_step", odd))

@@ -97,13 +97,13 @@ def test_every_block_gives_back_the_dtype_it_got(variant, dtype, residual):
     x = jax.ShapeDtypeStruct((ROWS, model.config.hidden_size), jnp.dtype(residual))
     rows = RowIds(*2 * [jax.ShapeDtypeStruct((ROWS,), jnp.int32)])
     block = model.blocks[0]
-    out, new = jax.eval_shape(
-        lambda x, p, r: block.decode(x, p, 0, r, block.mixer.constants()), x, pools, rows
-    )
+    own = block.mixer.constants()
+    out, new = jax.eval_shape(lambda x, p, r: block.decode(x, p, 0, r, own), x, pools, rows)
     assert out.dtype == x.dtype
     assert jax.tree.map(lambda a: a.dtype, new) == jax.tree.map(lambda a: a.dtype, pools)
     normed = x.update(dtype=jnp.dtype(dtype))
-    mixed, _ = jax.eval_shape(lambda x, p, r: block.mixer.decode(x, p, 0, r), normed, pools, rows)
+    mixer = block.mixer
+    mixed, _ = jax.eval_shape(lambda x, p, r: mixer.decode(x, p, 0, r, own), normed, pools, rows)
     assert mixed.dtype == normed.dtype
 
 
