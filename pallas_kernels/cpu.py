@@ -74,6 +74,7 @@ def mamba2_step(
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    gate: Float[Array, "R HP"] | None = None,
     *,
     n_groups: int,
     dt_limit: tuple[float, float] = NO_LIMIT,
@@ -111,6 +112,8 @@ def mamba2_step(
     y, states = update_blocks(states, layer, read_ids, write_ids, update, (decay, dx, B), output, C)
     if skip is not None:
         y = y + skip.astype(jnp.float32)[:, None] * x.reshape(y.shape)
+    if gate is not None:
+        y = y * jax.nn.silu(gate.astype(jnp.float32)).reshape(y.shape)
     return _outputs(y, states, write_ids).astype(xbc.dtype), windows, states
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import read_blocks, write_blocks
@@ -26,7 +27,8 @@ def causal_conv(
     """`pallas_kernels.causal_conv` in XLA."""
     taps, tokens = weight.shape[0], x.shape[0]
     kept = taps - 1
-    window = read_blocks(windows, layer, rows.read_ids)
+    # Behind a barrier, or XLA for GPUs reads the pool again after it was written, and so copies it before.
+    window = lax.optimization_barrier(read_blocks(windows, layer, rows.read_ids))
     # One array that holds every input a tap can see: each row's window, then the tokens.
     source = jnp.concatenate([window.reshape((-1, x.shape[1])), x])
     before = window.shape[0] * kept
@@ -68,7 +70,7 @@ def conv_step(
     activation: str | None = None,
 ) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks K-1 D"]]:
     """`pallas_kernels.conv_step` in XLA."""
-    window = read_blocks(windows, layer, read_ids)
+    window = lax.optimization_barrier(read_blocks(windows, layer, read_ids))
     y = x.astype(jnp.float32) * weight[-1].astype(jnp.float32)
     for tap in range(weight.shape[0] - 1):
         y = y + window[:, tap].astype(jnp.float32) * weight[tap].astype(jnp.float32)
