@@ -36,6 +36,7 @@ import numpy as np
 import pallas_kernels
 from benchmarks.kernels import pass_bandwidth
 from benchmarks.trace import profile
+from jaxstate import programs
 from jaxstate.engine import Engine
 from jaxstate.models import Mamba2Config, MambaConfig, from_random
 from jaxstate.models.base import CausalLM
@@ -45,6 +46,7 @@ from jaxstate.sizing import Sizes
 from jaxstate.state.cache import StateCache
 from jaxstate.state.tables import BlockTables
 from jaxstate.step import EngineState, RowState
+from pallas_kernels.dispatch import PREFERENCE
 
 FULL = {
     "mamba": MambaConfig(
@@ -110,12 +112,11 @@ def alive(engine: Engine, seed: int = 0) -> EngineState:
     (first,) = spec.groups
     blocks = spec.blocks(first.name)
     ids = rng.permutation(np.arange(1, blocks))[: spec.rows, None].astype(np.int32)
-    ones = jnp.ones(spec.rows, jnp.int32)
     rows = RowState.empty(spec).replace(
         token=jnp.asarray(rng.integers(1, engine.model.config.vocab_size, spec.rows), jnp.int32),
-        position=64 * ones,
-        left=1_000_000 * ones,
-        active=ones > 0,
+        position=jnp.full(spec.rows, 64, jnp.int32),
+        left=jnp.full(spec.rows, 10**6, jnp.int32),
+        active=jnp.ones(spec.rows, jnp.bool_),
     )
     cache = StateCache({first.name: group(first.layers, blocks)})
     return EngineState(BlockTables({first.name: jnp.asarray(ids)}), cache, rows)
@@ -126,8 +127,7 @@ def alive(engine: Engine, seed: int = 0) -> EngineState:
 
 def check_scores(settings: Settings, name: str) -> str | None:
     """What is wrong with the scores of a few layers, ours beside XLA's; None if they agree."""
-    layers = settings.layers
-    config = dataclasses.replace(settings.configs[name], num_hidden_layers=layers)
+    config = dataclasses.replace(settings.configs[name], num_hidden_layers=settings.layers)
     model, rows = from_random(config, 1, jnp.bfloat16), 8
     engine = Engine(model, settings.sizes(rows), poison=False)
     state, (group,) = alive(engine), engine.spec.groups
@@ -203,12 +203,11 @@ def start(settings: Settings, model: CausalLM, rows: int, threads: ThreadPoolExe
         engine._params, shapes, null_plan(engine.shape, prefill=False)
     )
     lower_s = time.perf_counter() - begin
+    own = programs.options("decode", engine.shape, engine.platform)
 
     def compiled():
         begin = time.perf_counter()
-        program = lowered.compile(
-            compiler_options={**engine._options("decode"), **settings.options} or None
-        )
+        program = lowered.compile(compiler_options={**own, **settings.options} or None)
         return program, time.perf_counter() - begin
 
     return Job(rows, engine, lower_s, threads.submit(compiled))
@@ -226,7 +225,7 @@ def measure_decode(settings: Settings, job: Job, bandwidth: float, traced: bool)
     program, compile_s = job.compiled.result()
     memory, (group,) = program.memory_analysis(), engine.spec.groups
     state, plan = alive(engine), null_plan(engine.shape, prefill=False)
-    pools = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
+    pools = engine.spec.nbytes
     result: dict[str, Any] = {
         "rows": job.rows, "lower_s": job.lower_s, "compile_s": compile_s,
         "temp_mb": memory.temp_size_in_bytes / 1e6, "donated": memory.alias_size_in_bytes >= pools,
@@ -392,9 +391,8 @@ def main() -> int:
     print(
         f"{report['device']}, jax {jax.__version__}, pass {bandwidth / 1e12:.2f} TB/s", flush=True
     )
-    if args.implementation is None:
-        return 0 if run(settings, args, report) else 1
-    with pallas_kernels.prefer(args.implementation):
+    order = (args.implementation,) if args.implementation else PREFERENCE
+    with pallas_kernels.prefer(*order):
         return 0 if run(settings, args, report) else 1
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxstate import compilation, prefix_store, scheduler
+from jaxstate import compilation, prefix_store, programs, scheduler
 from jaxstate.errors import JaxstateError, RequestError, SpecError
 from jaxstate.models.base import CausalLM
 from jaxstate.plan import null_plan
@@ -32,7 +32,7 @@ from jaxstate.sizing import Sizes, choose
 from jaxstate.state.cache import poison_by_default
 from jaxstate.state.spec import CacheSpec
 from jaxstate.stats import Stats
-from jaxstate.step import EngineState, Outcome, decode_step, place_step, prefill_step
+from jaxstate.step import EngineState, Outcome, place_step
 from jaxstate.text import Tokenizer
 from pallas_kernels import dispatch
 
@@ -100,11 +100,8 @@ class Engine:
         self._stepping = threading.Lock()
         self._news: list[Event] = []
         self._programs: dict[str, Any] = {}
-        common = {"tree": tree, "spec": self.spec, "poison": self.poison}
-        runs = {"prefill": functools.partial(_run_prefill, **common)} | {
-            kind: functools.partial(_run_decode, **common, **options)
-            for kind, options in _decodes(device.platform, self.steps_per_dispatch).items()
-        }
+        self.platform = device.platform
+        runs = programs.runs(tree, self.shape, self.platform, poison=self.poison)
         self._jitted = {kind: jax.jit(run, donate_argnums=1) for kind, run in runs.items()}
         self._place = jax.jit(place_step, donate_argnums=0)
         self._state: EngineState | None = None
@@ -146,34 +143,24 @@ class Engine:
             self._jitted[kind].trace(self._params, state, plan)
         return dispatch.describe(dispatch.chosen())
 
-    def _options(self, kind: str) -> dict[str, Any]:
-        """XLA's options for a program."""
-        device = next(iter(self._params[0].devices()))
-        # For many rows cuBLAS's products are as fast as XLA's own and need no sum over parts in a launch of its own.
-        many = device.platform != "cpu" and kind != "prefill" and self.spec.rows >= 32
-        return {"xla_gpu_enable_triton_gemm": False} if many else {}
-
     def compile(self) -> None:
         """Compiles all programs, saying so; the first step does it if nobody did."""
         if self._programs:
             return
         begin = time.perf_counter()
-        decode = f"{self.spec.rows} rows x {self.steps_per_dispatch} tokens"
-        names = {
-            "prefill": f"prefill, {self.shape.chunk_tokens} tokens of up to {self.spec.rows} rows",
-            "decode": f"decode, {decode}",
-            "decode_filtered": f"decode, {decode}, with top-k, top-p or min-p",
-        }
 
         def finish(kind: str, lowered: Any, started: float) -> Any:
-            program = _compile(lowered, self._options(kind))
-            self._report(f"compiled {names[kind]}: {time.perf_counter() - started:.1f} s")
+            options = programs.options(kind, self.shape, self.platform)
+            program = programs.compiled(lowered, options)
+            self._report(
+                f"compiled {programs.describe(kind, self.shape)}: {time.perf_counter() - started:.1f} s"
+            )
             return program
 
         with ThreadPoolExecutor(max_workers=len(self.kinds)) as pool:
             pending = {}
             for kind in self.kinds:
-                self._report(f"compiling {names[kind]}")
+                self._report(f"compiling {programs.describe(kind, self.shape)}")
                 pending[kind] = pool.submit(finish, kind, self.lower(kind), time.perf_counter())
             self._report(f"kernels {dispatch.describe(dispatch.chosen())}")
             self._programs = {kind: future.result() for kind, future in pending.items()}
@@ -335,7 +322,7 @@ class Engine:
             return False
         # The schedule moves on only once the step is on its way: a plan that is refused leaves all as it was.
         after, planned = step
-        program = self._programs[_program(planned, self.kinds)]
+        program = self._programs[programs.of(planned, self.kinds)]
         state, outcome = program(self._params, self.state, planned.plan)
         self._state, self.schedule = state, after
         self._in_flight.append(_Dispatched(planned, outcome))
@@ -395,41 +382,3 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"Engine({self.schedule}, {self.stats})"
-
-
-def _compile(lowered: Any, options: dict[str, Any]) -> Any:
-    """The program, compiled with those options if this release of XLA has them."""
-    try:
-        return lowered.compile(compiler_options=options or None)
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-        return lowered.compile()
-
-
-def _decodes(platform: str, steps: int) -> dict[str, dict[str, Any]]:
-    """The options of the decode programs by name: a GPU has two, and branches in neither, see `sampling.sample`."""
-    if platform == "cpu":
-        return {"decode": {"steps": steps}}
-    options = {"steps": steps, "early_exit": False}
-    return {
-        "decode": {**options, "filters": False},
-        "decode_filtered": {**options, "filters": True},
-    }
-
-
-def _program(planned: Planned, kinds: tuple[str, ...]) -> str:
-    """The name of the program that runs a plan."""
-    filtered = f"{planned.kind}_filtered"
-    some = any(r is not None and r.request.sampling.filters for r in planned.serves)
-    return filtered if some and filtered in kinds else planned.kind
-
-
-def _run_prefill(params, state, plan, *, tree, spec, poison):
-    model = jax.tree.unflatten(tree, params)
-    return prefill_step(model, spec, state, plan, poison=poison)
-
-
-def _run_decode(params, state, plan, *, tree, spec, **options):
-    model = jax.tree.unflatten(tree, params)
-    return decode_step(model, spec, state, plan, **options)

@@ -26,6 +26,7 @@ LAYERS = (
         "jaxstate.sampling",
         "jaxstate.step",
         "jaxstate.progress",
+        "jaxstate.programs",
         "jaxstate.compilation",
         "jaxstate.stats",
         "jaxstate.engine",
