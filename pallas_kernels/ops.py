@@ -79,7 +79,10 @@ def fill_blocks(
 
     So are ids outside the pool. Raises ValueError for an unknown implementation.
     """
-    operands = {"pool": pool, "ids": jnp.asarray(ids), "value": jnp.asarray(value, pool.dtype)}
+    ids = jnp.asarray(ids)
+    if not ids.shape[0]:
+        return pool
+    operands = {"pool": pool, "ids": ids, "value": jnp.asarray(value, pool.dtype)}
     return run("fill_blocks", implementation, operands)
 
 
