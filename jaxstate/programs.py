@@ -38,8 +38,10 @@ def runs(tree: Any, shape: PlanShape, platform: str, *, poison: bool) -> dict[st
 def of(planned: Planned, kinds: tuple[str, ...]) -> str:
     """The name of the program that runs a plan, of those that there are."""
     filtered = f"{planned.kind}_filtered"
+    if filtered not in kinds:
+        return planned.kind
     some = any(r is not None and r.request.sampling.filters for r in planned.serves)
-    return filtered if some and filtered in kinds else planned.kind
+    return filtered if some else planned.kind
 
 
 def describe(kind: str, shape: PlanShape) -> str:
