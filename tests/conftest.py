@@ -9,6 +9,8 @@ import hypothesis
 
 os.environ.setdefault("JAXSTATE_POISON", "1")
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxstate-tests-")
+# The interpreter of GPU kernels blocks one of XLA's threads per warpgroup, and there is one thread per core.
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # A loaded machine is no fault, and a failure is to be seen again.

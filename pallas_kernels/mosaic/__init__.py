@@ -18,12 +18,13 @@ __all__ = [
     "mamba2_step",
     "selective_scan",
     "selective_step",
+    "ssd",
     "supports",
 ]
 
 TAKES_COLUMNS = True
 
-OPTIONS = frozenset(("activation", "dt_limit", "n_groups"))
+OPTIONS = frozenset(("activation", "chunk", "dt_limit", "n_groups"))
 KERNEL_OPTIONS = frozenset(("config", "conv_config", "interpret"))
 
 
@@ -81,3 +82,11 @@ def selective_step(**arguments):
     from pallas_kernels.mosaic.selective import selective_step
 
     return _differentiable(selective_step, xla.selective_step, arguments)
+
+
+def ssd(**arguments):
+    """`pallas_kernels.mosaic.ssd_walk.ssd`, differentiable."""
+    from pallas_kernels.mosaic.ssd_walk import ssd
+
+    arguments = {name: sliced(value) for name, value in arguments.items()}
+    return _differentiable(ssd, xla.ssd, arguments)

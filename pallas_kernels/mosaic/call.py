@@ -12,27 +12,27 @@ def call(
     body: Callable,
     operands: Mapping[str, Any],
     pool: jax.Array,
-    out: jax.ShapeDtypeStruct,
+    out: jax.ShapeDtypeStruct | None,
     *,
     grid: Mapping[str, int],
     scratch: Mapping[str, Any] | None = None,
     threads: int | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs `body(refs, pool, y)` and returns `(y, pool)`.
+) -> tuple[Any, jax.Array]:
+    """Runs `body(refs, pool, y)` and returns `(y, pool)`; there is no `y` if `out` is None.
 
     `refs` maps every name of `operands` to a ref, or to None where the operand is None. The pool is
     one buffer before and after, if the caller lets XLA donate it. With `threads`, that many
-    warpgroups run the body, each with its number on the axis "thread"; they keep each other in order
-    with barriers, and a fourth argument maps the names of `scratch` to refs.
+    warpgroups run the body, each with its number on the axis "thread"; layouts and the barriers that
+    keep them in order are the body's own. With `scratch`, a further argument maps its names to refs.
     """
     names = [name for name, operand in operands.items() if operand is not None]
     absent = dict.fromkeys(operands.keys() - set(names))
 
     def kernel(*refs, **shared):
-        *inputs, pool, y = refs
-        more = (shared,) if threads else ()
-        body({**dict(zip(names, inputs, strict=True)), **absent}, pool, y, *more)
+        inputs, rest = refs[: len(names)], refs[len(names) :]
+        more = () if scratch is None else (shared,)
+        body({**dict(zip(names, inputs, strict=True)), **absent}, *rest, *more)
 
     kernel.__name__ = body.__name__
     options: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def call(
     ref = jax.new_ref(pool)
     y = plgpu.kernel(
         kernel,
-        out_type=out,
+        out_type=() if out is None else out,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         compiler_params=parameters,

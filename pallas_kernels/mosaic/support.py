@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.columns import Columns
+from pallas_kernels.rows import CHUNK
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -42,6 +43,22 @@ def _conv_reason(channels: int, taps: int) -> str | None:
     return None
 
 
+def _ssd_reason(operands: Mapping[str, Any]) -> str | None:
+    for name in ("x", "B", "C"):
+        if operands[name].dtype != jnp.bfloat16:
+            return f"its products are of bfloat16, and {name} is {operands[name].dtype}"
+    if operands["states"].dtype != jnp.float32:
+        return f"it carries states in float32, and states is {operands['states'].dtype}"
+    _, width, size = operands["states"].shape[2:]
+    if width % 64 or size not in (64, 128):
+        return f"it needs heads of a multiple of 64 by 64 or 128, got {width} by {size}"
+    if operands.get("chunk", CHUNK) % CHUNK:
+        return f"its chunks are of {CHUNK} tokens, and {operands['chunk']} is no multiple of it"
+    if not operands["x"].shape[0]:
+        return "there is no token"
+    return None
+
+
 def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
     """Why the shapes do not fit the kernels' tiles; None if they do."""
     if op == "fill_blocks":
@@ -67,6 +84,8 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
         if size % 16 or size > 64:
             return f"it needs a multiple of 16 states a channel, at most 64, got {size}"
         return None
+    if op == "ssd":
+        return _ssd_reason(operands)
     taps, channels = operands["conv_weight"].shape
     _, width, size = operands["states"].shape[2:]
     if width % 16 or size % 32 or size > 512:

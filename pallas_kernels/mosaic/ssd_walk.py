@@ -1,0 +1,291 @@
+"""Mamba-2's prefill on the tensor cores, with the state on chip.
+
+A program walks one row of one head, 64 tokens at a time. Nothing but tokens and outputs goes through
+memory; see `pallas_kernels.mosaic.ssd_chunk` for the arithmetic.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.mosaic.blocks import read_block, splat, when_inside
+from pallas_kernels.mosaic.call import call, scalar_operand
+from pallas_kernels.mosaic.compat import load, store
+from pallas_kernels.mosaic.gates import NO_LIMIT
+from pallas_kernels.mosaic.ssd_chunk import (
+    BY_COLUMN,
+    BY_ROW,
+    LAYOUT,
+    TILED,
+    P,
+    Points,
+    Q,
+    W,
+    across,
+    advance,
+    causal,
+    chunk_decays,
+    chunk_steps,
+    columns,
+    down,
+    find_tile,
+    keep_rows,
+    operand_and_copy,
+    put_rows,
+    result,
+    tile_memory,
+    weigh,
+)
+from pallas_kernels.mosaic.ssd_points import points_kernel
+from pallas_kernels.rows import Rows
+
+WRITERS = 2  # warpgroups that compute outputs
+SLOTS = 2 * WRITERS  # chunks of tokens in shared memory
+
+
+def walk_kernel(rows: int, per_group: int, dtype, interpreted: bool) -> Callable:
+    """One program per row and 64 rows of a head's state, with three warpgroups.
+
+    Two compute outputs, of every second chunk each, and all that does not need the state. The third
+    carries the state from chunk to chunk. A barrier has a phase for each of its chunks, and whoever
+    waits for one does so before the next can end.
+    """
+    memory = tile_memory(dtype, interpreted)
+
+    def ssd_kernel(refs, pool, y):
+        tokens, _, width = y.shape
+        tiles, parts = pool.shape[-1] // W, width // P
+
+        def body(xs, Bs, Cs, dts, weighted, carried, totals, logs, owns, lines, square, *barriers):
+            loaded, weighed, taken, ready, used, end = barriers
+            (xs, x_copy), (Bs, B_copy), (Cs, C_copy) = (
+                operand_and_copy(ref, interpreted) for ref in (xs, Bs, Cs)
+            )
+            tile, read, write = find_tile(refs, rows, tokens, parts)
+            layer, group = refs["layer"][0], lax.div(tile.head, per_group)
+            lanes = pl.ds(tile.part * P, P)
+
+            def fetch(chunk):
+                slot, span = lax.rem(chunk, SLOTS), pl.ds(tile.start + chunk * Q, Q)
+                barrier = loaded.at[slot]
+                for name, copy in (("B", B_copy), ("C", C_copy)):
+                    for k in range(tiles):
+                        source = refs[name].at[span, group, columns(k)]
+                        plgpu.copy_gmem_to_smem(source, copy.at[slot, k], barrier)
+                source = refs["x"].at[span, tile.head, lanes]
+                plgpu.copy_gmem_to_smem(source, x_copy.at[slot], barrier)
+                source = refs["dt"].at[tile.place(chunk), tile.head]
+                plgpu.copy_gmem_to_smem(source, dts.at[slot], barrier)
+
+            def keep_own(slot, chunk):
+                valid = tile.valid(chunk)
+
+                @pl.when(valid < Q)
+                def _():
+                    keep_rows(xs.at[slot], valid)
+                    for k in range(tiles):
+                        keep_rows(Bs.at[slot, k], valid)
+                    plgpu.commit_smem()
+
+            def weigh_chunk(slot, side, A):
+                decays = chunk_decays(dts.at[slot], A)
+                store(totals.at[side], decays.total)
+                store(logs.at[slot], decays.log)
+                store(owns.at[slot], decays.own)
+                weigh(xs.at[slot], decays.weight, weighted.at[side])
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(weighed.at[side])
+
+            def walk_state():
+                points = Points(refs, tile.row, tile.length, pool)
+
+                def put(block, state):
+                    for k, h in enumerate(state):
+                        store(pool.at[layer, block, tile.head, lanes, columns(k)], h)
+
+                def get(k):
+                    return load(pool.at[layer, read, tile.head, lanes, columns(k)], LAYOUT)
+
+                def step(chunk, carry):
+                    state, point = carry
+                    slot, side = lax.rem(chunk, SLOTS), lax.rem(chunk, WRITERS)
+                    pl.when(chunk == point)(
+                        lambda: points.store(chunk, lambda block: put(block, state))
+                    )
+                    point = lax.cond(
+                        chunk == point, lambda: points.after(chunk), lambda: jnp.int32(point)
+                    )
+                    pl.when(chunk >= WRITERS)(lambda: plgpu.barrier_wait(used.at[side]))
+                    for k, h in enumerate(state):
+                        carried[side, k] = h.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(ready.at[side])
+                    plgpu.barrier_wait(weighed.at[side])
+                    total = load(totals.at[side], BY_ROW)
+                    state = advance(state, total, weighted.at[side], Bs.at[slot])
+                    plgpu.barrier_arrive(taken.at[side])
+                    return state, point
+
+                state = tuple(
+                    read_block(pool, read, lambda k=k: get(k), (P, W), LAYOUT) for k in range(tiles)
+                )
+                state, _ = lax.fori_loop(0, tile.chunks, step, (state, points.after(-1)))
+                points.store(tile.chunks, lambda block: put(block, state))
+                when_inside(pool, write)(lambda: put(write, state))
+
+            def walk_outputs(side):
+                A = refs["A"][tile.head]
+                skip = None if refs["skip"] is None else refs["skip"][tile.head]
+                pl.when(side < tile.chunks)(lambda: fetch(jnp.int32(side)))
+
+                @pl.loop(side, tile.chunks, step=WRITERS)
+                def _(chunk):
+                    slot = lax.rem(chunk, SLOTS)
+                    x, B, C = xs.at[slot], Bs.at[slot], Cs.at[slot]
+                    plgpu.barrier_wait(loaded.at[slot])
+                    keep_own(slot, chunk)
+
+                    def score(scores):
+                        for k in range(tiles):
+                            plgpu.wgmma(scores, C.at[k], B.at[k].transpose((1, 0)))
+
+                        @pl.when(chunk + WRITERS < tile.chunks)
+                        def _():
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                            fetch(chunk + WRITERS)
+
+                        weigh_chunk(slot, side, A)
+                        log = across(load(logs.at[slot], BY_ROW), (Q, Q))
+                        decay = jnp.exp2(log - down(load(owns.at[slot], BY_COLUMN), (Q, Q)))
+                        # A select, since scores of tokens that are not the row's may be NaN.
+                        zero = splat(0.0, (Q, Q), LAYOUT)
+                        return jnp.where(causal(), result(scores) * decay, zero).astype(dtype)
+
+                    decayed = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((Q, Q), jnp.float32))
+                    if interpreted:  # it has no products with an operand in registers
+                        square[side] = decayed
+                        decayed = square.at[side]
+
+                    def multiply(own, from_start):
+                        plgpu.wgmma(own, decayed, x)
+                        plgpu.barrier_wait(ready.at[side])
+                        for k in range(tiles):
+                            state = carried.at[side, k].transpose((1, 0))
+                            plgpu.wgmma(from_start, C.at[k], state)
+                        start = across(jnp.exp2(load(logs.at[slot], BY_ROW)), (Q, P))
+                        out = result(own, tiles)
+                        if skip is not None:
+                            out = out + plgpu.load(x, layout=LAYOUT).astype(jnp.float32) * skip
+                        return out + result(from_start) * start
+
+                    acc = plgpu.WGMMAAccumulatorRef((Q, P), jnp.float32)
+                    out = pl.run_scoped(multiply, acc, acc)
+                    plgpu.barrier_wait(taken.at[side])
+                    plgpu.barrier_arrive(used.at[side])
+                    plgpu.commit_smem()  # all have read the inputs, whose place is free now
+                    staging = (x, x_copy.at[slot]), lines
+                    put_rows(tile, chunk, out.astype(y.dtype), staging, y)
+
+            def clear_outputs():
+                zero = splat(0.0, (Q, P), LAYOUT, y.dtype)
+
+                @pl.loop(0, tile.chunks)
+                def _(chunk):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.commit_smem()
+                    put_rows(tile, chunk, zero, ((xs.at[0], x_copy.at[0]), lines), y)
+
+            warpgroup = lax.axis_index("thread")
+            alive = (write != 0) & (tile.length > 0)
+            pl.when(alive & (warpgroup == WRITERS))(walk_state)
+            for side in range(WRITERS):
+                pl.when(alive & (warpgroup == side))(lambda side=side: walk_outputs(side))
+            pl.when((write == 0) & (warpgroup == 0))(clear_outputs)
+            plgpu.wait_smem_to_gmem(0)
+            # A warpgroup must not leave while another still multiplies.
+            plgpu.barrier_arrive(end)
+            plgpu.barrier_wait(end)
+
+        vectors = plgpu.SMEM((SLOTS, Q), jnp.float32)
+        pl.run_scoped(
+            body,
+            memory(SLOTS, Q, P),
+            memory(SLOTS, tiles, Q, W),
+            memory(SLOTS, tiles, Q, W),
+            vectors,
+            plgpu.SMEM((WRITERS, Q, P), dtype, transforms=TILED),
+            plgpu.SMEM((WRITERS, tiles, P, W), dtype, transforms=TILED),
+            plgpu.SMEM((WRITERS, Q), jnp.float32),
+            vectors,
+            vectors,
+            plgpu.SMEM((Q, P), dtype),
+            plgpu.SMEM((WRITERS, Q, Q), dtype) if interpreted else None,
+            plgpu.Barrier(num_arrivals=2 + 2 * tiles, num_barriers=SLOTS),
+            *[plgpu.Barrier(num_barriers=WRITERS)] * 4,
+            plgpu.Barrier(num_arrivals=WRITERS + 1),
+            collective_axes="thread",
+        )
+
+    return ssd_kernel
+
+
+def ssd(
+    x: Float[Array, "T H P"],
+    dt: Float[Array, "T H"],
+    A: Float[Array, "H"],
+    B: Float[Array, "T G N"],
+    C: Float[Array, "T G N"],
+    skip: Float[Array, "H"] | None,
+    dt_bias: Float[Array, "H"] | None,
+    states: Float[Array, "layers blocks H P N"],
+    layer: int | Int[Array, ""],
+    rows: Rows,
+    *,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    chunk: int = Q,
+    interpret: Any = None,
+) -> tuple[Float[Array, "T H P"], Float[Array, "layers blocks H P N"]]:
+    """`pallas_kernels.ssd`; its chunks are of 64 tokens whatever multiple of it `chunk` is."""
+    tokens, heads, width = x.shape
+    count, groups = rows.read_ids.shape[0], B.shape[1]
+    rows = Rows(*(ids.astype(jnp.int32) for ids in rows))
+    # Copies clip what lies past an array's end, but interpretation raises, and no array is smaller
+    # than what is copied at once.
+    padding = Q if interpret else max(0, Q - tokens)
+    pad = lambda v: jnp.pad(v, ((0, padding),) + ((0, 0),) * (v.ndim - 1))  # noqa: E731
+    operands: dict[str, Any] = {
+        "layer": scalar_operand(layer),
+        **rows._asdict(),
+        "x": pad(x),
+        "dt": chunk_steps(dt, dt_bias, dt_limit, rows),
+        "A": A.astype(jnp.float32),
+        "B": pad(B),
+        "C": pad(C),
+        "skip": None if skip is None else skip.astype(jnp.float32),
+    }
+    points = rows.checkpoint_ids.shape[1]
+    if not points:
+        operands |= {"checkpoint_ids": None, "checkpoint_positions": None}
+    per_group, places = heads // groups, heads * (width // P)
+    y, states = call(
+        walk_kernel(count, per_group, x.dtype, bool(interpret)),
+        operands,
+        states,
+        jax.ShapeDtypeStruct((tokens + padding, heads, width), x.dtype),
+        grid={"row": count + 2, "head": places},
+        threads=WRITERS + 1,
+        interpret=interpret,
+    )
+    if points:
+        names = ("layer", "offsets", "write_ids", "checkpoint_ids", "checkpoint_positions")
+        operands = {name: operands[name] for name in (*names, "x", "dt", "A", "B")}
+        kernel = points_kernel(count, points, per_group, x.dtype, bool(interpret))
+        grid = {"point": count * points, "head": places}
+        _, states = call(kernel, operands, states, None, grid=grid, threads=1, interpret=interpret)
+    return y[:tokens], states

@@ -1,0 +1,106 @@
+"""Mamba-2's prefill kernels without a GPU: interpreted against float64 loops, and lowered for CUDA."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import pallas_kernels
+from pallas_kernels import Rows, mosaic
+from pallas_kernels.cases import Case, make_operands
+from pallas_kernels.mosaic import support
+from tests.kernels.test_cases import check
+
+INTERPRET = plgpu.InterpretGPUParams()
+SIZES = {"H": 1, "P": 64, "G": 1, "N": 64}
+# A row of chunks that it does not fill, one that continues in place, a fork, a null row; starts that are no multiples
+# of eight, checkpoints at 1 and at the end, padding.
+CASES = (
+    Case("ssd", SIZES, (3, 70, 5, 9), 2, 2, "bfloat16"),
+    Case("ssd", {**SIZES, "N": 128}, (330,), dtype="bfloat16", absent=("skip", "dt_bias")),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_kernels_equal_the_loops(case):
+    operands = make_operands(case)
+    check(case, operands, mosaic.ssd(**operands, interpret=INTERPRET))
+
+
+# Lowering --------------------------------------------------------------------------------------
+
+
+def abstract(rows: int, points: int, sizes=(80, 64, 1, 128), tokens=2048, dtype="bfloat16"):
+    """Shapes of a call's operands, without their memory."""
+    H, P, G, N = sizes
+    shapes = {"x": (tokens, H, P), "dt": (tokens, H), "B": (tokens, G, N), "C": (tokens, G, N)}
+    shapes |= {"skip": (H,), "dt_bias": (H,)}
+    operands = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    ids = [(rows + 1,), (rows,), (rows,), (rows, points), (rows, points)]
+    return operands | {
+        "A": jax.ShapeDtypeStruct((H,), "float32"),
+        "states": jax.ShapeDtypeStruct((3, 9, H, P, N), "float32"),
+        "layer": jax.ShapeDtypeStruct((), "int32"),
+        "rows": Rows(*(jax.ShapeDtypeStruct(shape, "int32") for shape in ids)),  # pyright: ignore
+    }
+
+
+def lower(operands, layers: int) -> str:
+    """The text of `layers` calls, one after the other, lowered for an NVIDIA GPU."""
+    step = jax.jit(lambda operands: mosaic.ssd(**operands))
+
+    def steps(states, operands):
+        outputs = []
+        for layer in range(layers):
+            y, states = step({**operands, "states": states, "layer": jnp.int32(layer)})
+            outputs.append(y)
+        return outputs, states
+
+    operands = dict(operands)
+    traced = jax.jit(steps, donate_argnums=0).trace(operands.pop("states"), operands)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "points"),
+    [((80, 64, 1, 128), 2048, 0), ((8, 128, 2, 64), 5, 0), ((8, 64, 8, 128), 1021, 2)],
+)
+def test_the_kernels_lower_for_cuda_in_place_and_once_for_all_layers(sizes, tokens, points):
+    text = lower(abstract(4, points, sizes, tokens), layers=2)
+    calls = re.findall(r"custom_call @mosaic_gpu_v2.*", text)
+    # Checkpoints inside a chunk are a launch of their own.
+    assert len(calls) == (2 if points else 1)
+    assert all("output_operand_alias" in call for call in calls)
+    assert text.count("tf.aliasing_output") == 1
+
+
+def test_a_hopper_gpu_is_given_the_kernel(monkeypatch):
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    step = jax.jit(lambda operands: pallas_kernels.ssd(**operands))
+
+    def kernels(dtype):
+        text = step.trace(abstract(1, 0, dtype=dtype)).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("custom_call @mosaic_gpu_v2")
+
+    assert kernels("bfloat16") == 1
+    assert kernels("float32") == 0
+
+
+# Choices ---------------------------------------------------------------------------------------
+
+
+def test_reasons_name_what_does_not_fit():
+    def reason(dtype="bfloat16", state="float32", chunk=64, tokens=5, **sizes):
+        case = Case("ssd", {**SIZES, **sizes}, (tokens,), dtype=dtype, state_dtype=state)
+        return support.shape_reason("ssd", {**make_operands(case, blocks=4), "chunk": chunk})
+
+    assert reason() is None
+    assert reason(chunk=128, P=128, N=128) is None
+    assert "of bfloat16, and x is float32" in str(reason(dtype="float32"))
+    assert "states is bfloat16" in str(reason(state="bfloat16"))
+    assert "got 32 by 64" in str(reason(P=32))
+    assert "got 64 by 256" in str(reason(N=256))
+    assert "of 64 tokens, and 96 is no multiple" in str(reason(chunk=96))
+    assert "no token" in str(reason(tokens=0))
