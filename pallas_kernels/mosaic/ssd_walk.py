@@ -138,6 +138,11 @@ def walk_kernel(rows: int, per_group: int, dtype, interpreted: bool) -> Callable
                 state, _ = lax.fori_loop(0, tile.chunks, step, (state, points.after(-1)))
                 points.store(tile.chunks, lambda block: put(block, state))
                 when_inside(pool, write)(lambda: put(write, state))
+                for last in range(WRITERS, 0, -1) if interpreted else ():  # it wants all seen
+
+                    @pl.when(tile.chunks >= last)
+                    def _(last=last):
+                        plgpu.barrier_wait(used.at[lax.rem(tile.chunks - last, WRITERS)])
 
             def walk_outputs(side):
                 A = refs["A"][tile.head]
