@@ -7,7 +7,7 @@ call, it also has `supports(op, operands) -> str | None`, which gives its reason
 
 import contextlib
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -115,9 +115,9 @@ def _check_known(op: str, name: str) -> None:
 
 
 @functools.cache
-def _compiled(name: str, op: str, options: tuple[str, ...]):
+def _compiled(function: Callable, options: tuple[str, ...]):
     # jit here, not only at the callers': layers that share shapes are traced once.
-    return jax.jit(getattr(IMPLEMENTATIONS[name], op), static_argnames=options)
+    return jax.jit(function, static_argnames=options)
 
 
 def run(
@@ -127,7 +127,8 @@ def run(
     name = choose(op, implementation, {**operands, **options})
     if not getattr(IMPLEMENTATIONS[name], "TAKES_COLUMNS", False):
         operands = {key: sliced(operand) for key, operand in operands.items()}
-    return _compiled(name, op, tuple(sorted(options)))(**operands, **options)
+    function = getattr(IMPLEMENTATIONS[name], op)
+    return _compiled(function, tuple(sorted(options)))(**operands, **options)
 
 
 def check_shapes(op: str, **operands: tuple[Any, str]) -> dict[str, int]:

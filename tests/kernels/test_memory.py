@@ -116,7 +116,7 @@ def test_br130_the_layer_does_not_make_another_trace():
         )
     )
     outer(jnp.int32(0)), outer(np.int32(1))
-    inner = dispatch._compiled("xla", "conv_step", ("activation",))
+    inner = dispatch._compiled(dispatch.IMPLEMENTATIONS["xla"].conv_step, ("activation",))
     inner.clear_cache()
     for layer in (0, 1, np.int32(1), jnp.int32(2)):
         pk.conv_step(**operands, **pools, **static, layer=layer)

@@ -284,11 +284,15 @@ def negative_ids_wrap(patch):
     """What numpy does, and `jax.numpy` too unless told otherwise."""
 
     def wrapping(function):
-        def wrapped(pool, *args):
+        def wrap(pool, ids):
+            ids = jnp.asarray(ids)
+            return jnp.where(ids < 0, ids + pool.shape[1], ids)
+
+        def wrapped(pool, *args, **named):
+            if "ids" in named:
+                return function(pool, *args, **{**named, "ids": wrap(pool, named["ids"])})
             at = next(i for i, a in enumerate(args) if getattr(a, "ndim", 0) == 1)
-            ids = jnp.asarray(args[at])
-            ids = jnp.where(ids < 0, ids + pool.shape[1], ids)
-            return function(pool, *args[:at], ids, *args[at + 1 :])
+            return function(pool, *args[:at], wrap(pool, args[at]), *args[at + 1 :], **named)
 
         return wrapped
 
