@@ -10,21 +10,20 @@ import collections
 import copy
 import dataclasses
 import functools
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxstate import compilation, prefix_store, programs, scheduler
+from jaxstate import compilation, programs, scheduler
 from jaxstate.errors import JaxstateError, RequestError, SpecError
 from jaxstate.models.base import CausalLM
 from jaxstate.plan import null_plan
-from jaxstate.prefix_store import Blocks, PrefixStore, Stored, ids_of
+from jaxstate.prefixes import Prefixes
 from jaxstate.progress import Progress
 from jaxstate.request import MAX_STOP_IDS, Completion, Event, Request
 from jaxstate.scheduler import Planned, Running, Schedule
@@ -32,7 +31,7 @@ from jaxstate.sizing import Sizes, choose
 from jaxstate.state.cache import poison_by_default
 from jaxstate.state.spec import CacheSpec
 from jaxstate.stats import Stats
-from jaxstate.step import EngineState, Outcome, place_step
+from jaxstate.step import EngineState, Outcome
 from jaxstate.text import Tokenizer
 from pallas_kernels import dispatch
 
@@ -82,7 +81,7 @@ class Engine:
             )
         # A flat list of arrays costs a call far less than a module with as many parameters.
         self._params, tree = jax.tree.flatten(model)
-        device = next(iter(self._params[0].devices()))
+        self.device = device = next(iter(self._params[0].devices()))
         self.shape = choose(sizes or Sizes(), groups, device)
         self.steps_per_dispatch = self.shape.decode_steps
         self.model, self.tokenizer, self.poison = (
@@ -103,8 +102,8 @@ class Engine:
         self.platform = device.platform
         runs = programs.runs(tree, self.shape, self.platform, poison=self.poison)
         self._jitted = {kind: jax.jit(run, donate_argnums=1) for kind, run in runs.items()}
-        self._place = jax.jit(place_step, donate_argnums=0)
         self._state: EngineState | None = None
+        self.prefixes = Prefixes(self)
 
     @property
     def spec(self) -> CacheSpec:
@@ -119,10 +118,19 @@ class Engine:
             state = self._state = jax.jit(create)()
         return state
 
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._state = state
+
     @property
     def idle(self) -> bool:
-        """Whether every request has ended and every row and block is free again."""
+        """Whether every request has ended and its row and blocks are free again; there may be answers to read."""
         return self.schedule.idle and not (self._queue or self._in_flight or self._news)
+
+    @property
+    def calm(self) -> bool:
+        """Whether nobody waits for anything: every request has ended, and its last event was given."""
+        return not (self._progress or self._news)
 
     def lower(self, kind: str) -> Any:
         """The lowered program of that name in `kinds`, for a look at what will run."""
@@ -180,13 +188,7 @@ class Engine:
                 f"request id {request.id!r} is in use by a request that has not ended",
                 "id",
             )
-        vocab = self.model.config.vocab_size
-        if max(request.prompt) >= vocab:
-            raise RequestError(
-                "unsupported_value",
-                f"token {max(request.prompt)} is outside the vocabulary of {vocab}",
-                "prompt",
-            )
+        self.check_tokens(request.prompt)
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError(
                 "unsupported_value", "stop texts need a tokenizer; use stop_ids", "stop"
@@ -197,6 +199,15 @@ class Engine:
         self._progress[request.id] = Progress.start(request, budget, self._eos, self.tokenizer)
         self._queue.append(request)
         self.stats.requests += 1
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises RequestError unless the model knows all of the tokens."""
+        vocab = self.model.config.vocab_size
+        if not 0 <= min(tokens, default=0) <= max(tokens, default=0) < vocab:
+            wrong = next(t for t in tokens if not 0 <= t < vocab)
+            raise RequestError(
+                "unsupported_value", f"token {wrong} is outside the vocabulary of {vocab}", "prompt"
+            )
 
     def abort(self, request_id: str, *, quiet: bool = False) -> None:
         """Ends the request wherever it is; its last event, `aborted`, comes with the next step.
@@ -239,7 +250,9 @@ class Engine:
     def _step(self) -> list[Event]:
         self.compile()
         compiled = compilation.count()
-        while len(self._in_flight) < IN_FLIGHT and self._dispatch():
+        # What nobody waits for is done one step at a time, so that whoever comes finds the device free.
+        spare = self.idle
+        while len(self._in_flight) < (1 if spare else IN_FLIGHT) and self._dispatch(spare=spare):
             pass
         news, self._news = self._news, []
         assert self._in_flight or news or self.idle, f"no step can be planned: {self.schedule}"
@@ -279,45 +292,13 @@ class Engine:
         """Requests that wait for a row."""
         return len(self._queue) + len(self.schedule.waiting)
 
-    def load_prefixes(self, folder: str | os.PathLike) -> Stored:
-        """Reads back what `save_prefixes` left, as far as there are free blocks; files that are bad are named.
-
-        Raises:
-          SnapshotError: the folder is not there, or has states of another model or layout.
-          SpecError: prefix reuse is off.
-        """
-
-        def place(blocks: Blocks, state: dict[str, Any]) -> None:
-            self._state = self._place(self.state, ids_of(blocks), state)
-
-        self.schedule, stored = prefix_store.load(self._store(folder), self.schedule, place)
-        return stored
-
-    def save_prefixes(self, folder: str | os.PathLike, *, most_bytes: int | None = None) -> Stored:
-        """Writes the states kept for prompts that begin alike to a folder, one file each, the most valuable first.
-
-        Raises:
-          SnapshotError: the folder has states of another model or layout, or cannot be written.
-          SpecError: prefix reuse is off.
-        """
-
-        def fetch(blocks: Blocks) -> dict[str, Any]:
-            cache = self.state.cache
-            return jax.device_get({g: cache.read(g, i) for g, i in ids_of(blocks).items()})
-
-        return prefix_store.save(self._store(folder), self.schedule.index, fetch, most_bytes)
-
-    def _store(self, folder: str | os.PathLike) -> PrefixStore:
-        device = next(iter(self._params[0].devices()))
-        return PrefixStore.of(folder, self.model, self.shape, device)
-
-    def _dispatch(self) -> bool:
+    def _dispatch(self, *, spare: bool) -> bool:
         begin = time.perf_counter()
         while self._queue and len(self.schedule.waiting) < 2 * self.spec.rows:
             self.schedule = scheduler.submit(self.schedule, self._queue.popleft())
         step = scheduler.plan_next(
-            self.schedule, decode_steps=self.steps_per_dispatch, extra_stop_ids=self._eos
-        )
+            self.schedule, decode_steps=self.steps_per_dispatch, extra_stop_ids=self._eos, spare=spare,
+        )  # fmt: skip
         if step is None:
             return False
         # The schedule moves on only once the step is on its way: a plan that is refused leaves all as it was.
@@ -371,6 +352,9 @@ class Engine:
         request = progress.request
         del self._progress[request.id]
         self.schedule = scheduler.end(self.schedule, request.id, discard=discard)
+        done = event.completion
+        if done is not None and done.finish_reason in ("stop", "length"):
+            self.schedule = scheduler.keep_answer(self.schedule, request, done.tokens)
         self.stats.generated_tokens += len(progress.tokens)
         return event
 

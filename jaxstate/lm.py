@@ -83,13 +83,16 @@ class LM:
         Raises:
           RequestError: the prompt is empty, or is text and the model has no tokenizer.
         """
+        return Request(request_id, self._tokens(prompt), sampling)
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise CheckpointError(
                     "the model folder has no tokenizer.json; give prompts as token ids"
                 )
             prompt = self.tokenizer.encode(prompt)
-        return Request(request_id, tuple(np.asarray(prompt).tolist()), sampling)
+        return tuple(np.asarray(prompt).tolist())
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, n: int = 1, **sampling: Any
@@ -199,7 +202,7 @@ class LM:
           SnapshotError: the folder has states of another model or layout, or cannot be written.
           SpecError: prefix reuse is off.
         """
-        return self.engine.save_prefixes(folder, most_bytes=most_bytes)
+        return self.engine.prefixes.save(folder, most_bytes=most_bytes)
 
     def load_prefixes(self, folder: str | os.PathLike) -> Stored:
         """Reads back what `save_prefixes` left, as far as there is room; texts stay what they are without it.
@@ -210,7 +213,29 @@ class LM:
           SnapshotError: the folder is not there, or has states of another model or layout.
           SpecError: prefix reuse is off.
         """
-        return self.engine.load_prefixes(folder)
+        return self.engine.prefixes.load(folder)
+
+    def pin(self, prompt: Prompt, *, salt: str = "") -> int:
+        """Keeps the state after this beginning of prompts until `unpin`; returns how many of its tokens are kept.
+
+        That are as many as there are whole 64s. The end of a text may be cut into other tokens when more text follows.
+
+        Raises:
+          CapacityError: with it the pins would leave no room for one request, or it is longer than `max_len`.
+          RequestError: it has fewer than 64 tokens, or one that the model does not know.
+          SpecError: prefix reuse is off.
+        """
+        kept = self.engine.prefixes.pin(self._tokens(prompt), salt)
+        self.settle()
+        return kept
+
+    def unpin(self, prompt: Prompt, *, salt: str = "") -> None:
+        """Lets the state after this beginning of prompts go like any other; RequestError when it is not pinned."""
+        self.engine.prefixes.unpin(self._tokens(prompt), salt)
+
+    def settle(self) -> None:
+        """Reads what was generated, so that a prompt that goes on from it starts after it; worth it between turns."""
+        self.engine.prefixes.settle()
 
     @functools.cached_property
     def _runner(self) -> Runner:

@@ -20,7 +20,7 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxstate.errors import SnapshotError, SpecError
+from jaxstate.errors import SnapshotError
 from jaxstate.models.base import CausalLM
 from jaxstate.models.identify import identify
 from jaxstate.plan import PlanShape
@@ -98,9 +98,7 @@ class PrefixStore:
     def of(
         cls, folder: str | os.PathLike, model: CausalLM, shape: PlanShape, device: Device
     ) -> PrefixStore:
-        """The folder as an engine with these plans sees it; SpecError when it keeps no states."""
-        if not shape.checkpoints:
-            raise SpecError("prefix reuse is off, so there are no states to keep; checkpoints is 0")
+        """The folder as an engine with these plans sees it."""
         return cls(
             pathlib.Path(folder), identify(model), model.groups(), circumstances(shape, device)
         )

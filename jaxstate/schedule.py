@@ -8,6 +8,7 @@ takes its staged checkpoints with it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class Waiting:
     )  # the prompt's, as a plan takes them
     keys: tuple[Key, ...] = ()
     made: tuple[int, ...] = ()
+    reads: str = ""  # for whom it is read: a request, or for later ones, a `pin` or an `answer`
 
     @property
     def id(self) -> str:
@@ -50,6 +52,7 @@ class Running:
     source: Checkpoint | None  # what it starts from
     miss: str | None  # why there is none
     known: tuple[int, ...]  # tokens made before a preemption, to be made again
+    reads: str = ""  # as in `Waiting`
 
     @property
     def cached(self) -> int:
@@ -66,11 +69,12 @@ class Counts(NamedTuple):
     read: np.ndarray  # prompt tokens planned, or taken from a checkpoint
     made: np.ndarray  # generated tokens planned, if it does not stop early
     ended: np.ndarray
+    spare: np.ndarray  # reads an answer, where there is room for it
 
     @classmethod
     def zeros(cls, rows: int) -> Counts:
         prompt, budget, known, read, made = np.zeros((5, rows), np.int64)
-        return cls(prompt, budget, known, read, made, np.zeros(rows, bool))
+        return cls(prompt, budget, known, read, made, *np.zeros((2, rows), bool))
 
     @property
     def reading(self) -> np.ndarray:
@@ -102,7 +106,8 @@ class Schedule:
 
     `starting` are rows that hold the checkpoint that they are yet to start from. `staged` are checkpoints that a
     planned step writes and that nobody may read yet, by holder; `garbage` are holders whose blocks the next plan frees;
-    `skipped` counts checkpoints for which there was no block.
+    `skipped` counts checkpoints for which there was no block. `answers` are texts that somebody may go on from, to be
+    read when there is nothing better to do; `pins` are prefixes that are never let go, with who reads them if need be.
     """
 
     shape: PlanShape
@@ -119,6 +124,8 @@ class Schedule:
     garbage: tuple[str, ...] = ()
     skipped: int = 0
     evicted: int = 0
+    answers: tuple[Waiting, ...] = ()
+    pins: Mapping[Key, Waiting] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def create(cls, shape: PlanShape) -> Schedule:
@@ -139,8 +146,16 @@ class Schedule:
 
     @property
     def idle(self) -> bool:
-        """Whether no plan is needed: nobody waits, every row is null and nothing is to be freed."""
-        return not self.waiting and not self.running and not self.garbage
+        """Whether no plan is needed: nobody waits, nothing is to be freed, and every row is null or reads an answer."""
+        if self.waiting or self.garbage:
+            return False
+        spare = self.counts.spare & self.counts.reading
+        return all(r is None or spare[r.row] for r in self.rows)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether there are answers to read."""
+        return bool(self.answers) or bool(self.counts.spare.any())
 
     @property
     def holders(self) -> list[str | None]:
@@ -203,7 +218,14 @@ def distrust(schedule: Schedule, request_id: str) -> Schedule:
         if node.writer == request_id:
             index = index.remove(node.key)
             garbage.append(node.holder)
-    schedule = dataclasses.replace(schedule, index=index, garbage=(*schedule.garbage, *garbage))
+    lost = {key: pin for key, pin in schedule.pins.items() if key not in index.nodes}
+    # A pin whose own reader broke would break again.
+    pins = {k: p for k, p in schedule.pins.items() if p.id != request_id}
+    again = [p for k, p in lost.items() if k in schedule.index.nodes and p.id != request_id]
+    schedule = dataclasses.replace(
+        schedule, index=index, garbage=(*schedule.garbage, *garbage), pins=pins,
+        waiting=(*schedule.waiting, *again),
+    )  # fmt: skip
     return end(schedule, request_id, discard=True)
 
 
@@ -231,6 +253,8 @@ def publish(schedule: Schedule, staged: tuple[str, ...]) -> Schedule:
             continue
         ledger.seal(holder, {group: [block] for group, block in checkpoint.blocks.items()})
         index = index.insert(checkpoint)
+        if checkpoint.key in schedule.pins:
+            index = index.pin(checkpoint.key)
     rest = {h: c for h, c in schedule.staged.items() if h not in staged}
     garbage = (*schedule.garbage, *known)
     return dataclasses.replace(
@@ -252,17 +276,21 @@ def adopt(schedule: Schedule, stored: Checkpoint) -> tuple[Schedule, dict[str, i
     pool = pool.seal(holder, ids)
     checkpoint = dataclasses.replace(stored, blocks=blocks, holder=holder, writer=holder)
     index = schedule.index.adopt(checkpoint)
+    if stored.key in schedule.pins:
+        index = index.pin(stored.key)
     return dataclasses.replace(schedule, pool=pool, index=index), blocks
 
 
 def forget_prefixes(schedule: Schedule) -> Schedule:
-    """Drops every checkpoint that is not pinned; the next plan frees their blocks."""
+    """Drops every checkpoint that is not pinned, and the answers to read; the next plan frees their blocks."""
     index, garbage = schedule.index, []
     for node in list(index.nodes.values()):
         if not node.pinned:
             index = index.remove(node.key)
             garbage.append(node.holder)
-    return dataclasses.replace(schedule, index=index, garbage=(*schedule.garbage, *garbage))
+    return dataclasses.replace(
+        schedule, index=index, garbage=(*schedule.garbage, *garbage), answers=()
+    )
 
 
 def _discard(schedule: Schedule, holders: list[str]) -> Schedule:

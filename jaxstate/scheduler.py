@@ -18,8 +18,10 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from jaxstate.plan import HostTables, StepPlan, null_plan
-from jaxstate.prefix import Checkpoint, Key, Match, holder_of, wanted
+from jaxstate.draft import Draft, one_each
+from jaxstate.plan import StepPlan, null_plan
+from jaxstate.prefix import Key, Match, holder_of, wanted
+from jaxstate.readings import keep_answer, pin, unpin
 from jaxstate.rules import check_plan
 from jaxstate.sampling import request_hash
 from jaxstate.schedule import (
@@ -36,13 +38,25 @@ from jaxstate.schedule import (
     submit,
 )
 from jaxstate.state.ledger import Blocks
-from jaxstate.state.pool import BlockPool
 from jaxstate.state.spec import CacheSpec
 from pallas_kernels.rows import CHUNK
 
 __all__ = [
-    "Planned", "Running", "Schedule", "Waiting", "budget_of", "distrust", "end", "forget_prefixes", "plan_next",
-    "preempt", "publish", "submit",
+    "Planned",
+    "Running",
+    "Schedule",
+    "Waiting",
+    "budget_of",
+    "distrust",
+    "end",
+    "forget_prefixes",
+    "keep_answer",
+    "pin",
+    "plan_next",
+    "preempt",
+    "publish",
+    "submit",
+    "unpin",
 ]  # fmt: skip
 
 
@@ -60,62 +74,33 @@ class Planned:
     staged: tuple[str, ...] = ()
 
 
-class _Draft:
-    """The schedule after a step while the step is being made; a step that is refused leaves `before` as it was."""
-
-    def __init__(self, before: Schedule):
-        self.before, self.shape, self.spec = before, before.shape, before.spec
-        self.ledger, self.index = before.pool.open(), before.index
-        self.rows, self.counts, self.starting = list(before.rows), before.counts, before.starting
-        self.waiting, self.staged = before.waiting, before.staged
-        self.admitted, self.skipped, self.evicted = before.admitted, before.skipped, before.evicted
-        # Checkpoints that rows are yet to start from: letting them go would free nothing.
-        self.keep: set[Key] = set()
-
-    def schedule(self, pool: BlockPool, tables: HostTables, turn: str) -> Schedule:
-        return Schedule(
-            self.shape, pool, tables, tuple(self.rows), self.counts, starting=self.starting, waiting=self.waiting,
-            admitted=self.admitted, turn=turn, index=self.index, staged=self.staged,
-            skipped=self.skipped, evicted=self.evicted,
-        )  # fmt: skip
-
-    def running(self, row: int) -> Running:
-        """The request of a row that has one."""
-        running = self.rows[row]
-        assert running is not None, f"row {row} is nobody's"
-        return running
-
-    def make_room(self, need: Mapping[str, int]) -> bool:
-        """Lets go of as many checkpoints as it takes; False, and no change, if all of them do not suffice."""
-        short = self.ledger.short(need)
-        if short and short > self.index.evictable(self.keep):
-            return False
-        while short:
-            step = self.index.evict(self.keep)
-            if step is None:
-                return False
-            self.index, node = step
-            self.ledger.release(node.holder)
-            self.evicted += 1
-            short = self.ledger.short(need)
-        return True
-
-
 def plan_next(
-    schedule: Schedule, *, decode_steps: int, extra_stop_ids: SequenceOf[int] = ()
+    schedule: Schedule,
+    *,
+    decode_steps: int,
+    extra_stop_ids: SequenceOf[int] = (),
+    spare: bool = False,
 ) -> tuple[Schedule, Planned] | None:
     """The next step and the schedule after it; None when there is nothing to do.
 
-    `extra_stop_ids` are the model's end tokens, which end every request that does not ignore them.
+    `extra_stop_ids` are the model's end tokens, which end every request that does not ignore them. Answers are read in
+    prompt steps that others leave room in and, if `spare`, in steps of their own when there is nothing else to do.
+    Their rows and blocks are given up as soon as anybody waits.
     """
-    draft = _Draft(schedule)
-    leaving = schedule.counts.leaving.nonzero()[0].tolist()
+    draft = Draft(schedule)
+    if schedule.waiting:
+        draft.drop_spare()
+    leaving = draft.counts.leaving.nonzero()[0].tolist()
     _release(draft, leaving)
     can_decode = np.count_nonzero(draft.counts.decoding) > 0
     # Whom a decode step would not serve is not looked for.
     decodes = can_decode and schedule.turn == "decode"
-    admitted = [] if decodes else _admit(draft)
-    can_read = not decodes and np.count_nonzero(draft.counts.reading) > 0
+    admitted = [] if decodes else _admit(draft, draft.waiting)
+    mine = draft.counts.reading & ~draft.counts.spare
+    can_read = not decodes and np.count_nonzero(mine) > 0
+    if schedule.unsettled and (can_read or (spare and not can_decode)):
+        admitted += [] if draft.waiting else _admit(draft, draft.answers[::-1], admitted)
+        can_read = can_read or np.count_nonzero(draft.counts.reading) > 0
     if not can_read and not can_decode and not leaving and not schedule.garbage:
         return None
     kind = "prefill" if can_read else "decode"
@@ -138,18 +123,21 @@ def plan_next(
     return after, Planned(kind, plan, tuple(serves), at, staged)
 
 
-def _release(draft: _Draft, leaving: list[int]) -> None:
+def _release(draft: Draft, leaving: list[int]) -> None:
     """Frees the blocks of rows that leave and of dropped checkpoints, and the holds on those that rows started from."""
     ledger, counts = draft.ledger, draft.counts
     for row in leaving:
-        ledger.release(draft.running(row).request.id)
+        running = draft.running(row)
+        if running.reads and not counts.ended[row]:
+            draft.keep_last(running)
+        ledger.release(running.request.id)
         draft.rows[row] = None
     starting = []
     for row in draft.starting:
         running = draft.rows[row]
         if running is not None and counts.read[row] > running.cached:
             assert running.source is not None
-            ledger.free(running.request.id, _lists(running.source.blocks))
+            ledger.free(running.request.id, one_each(running.source.blocks))
         elif running is not None and running.source is not None:
             draft.keep.add(running.source.key)
             starting.append(row)
@@ -157,28 +145,36 @@ def _release(draft: _Draft, leaving: list[int]) -> None:
         ledger.release(holder)
     draft.starting = tuple(starting)
     if leaving:
-        draft.counts = counts.put(leaving, prompt=0, budget=0, known=0, read=0, made=0, ended=False)
+        draft.counts = counts.put(
+            leaving, prompt=0, budget=0, known=0, read=0, made=0, ended=False, spare=False
+        )
 
 
-def _admit(draft: _Draft) -> list[tuple[Running, Blocks]]:
-    """Gives waiting requests rows and blocks, in order, while the step has tokens for them; the first that does not fit
-    ends it.
+def _admit(
+    draft: Draft, queue: SequenceOf[Waiting], before: SequenceOf[tuple[Running, Blocks]] = ()
+) -> list[tuple[Running, Blocks]]:
+    """Gives those in the queue rows and blocks, in order, while the step has tokens for them; the first that does not
+    fit ends it. `before` are those to whom this step has given some.
 
-    One whose prompt's state is being computed by another waits for that and lets those behind it pass.
+    One whose prompt's state is being computed by another waits for that and lets those behind it pass. What is read for
+    its state alone is not, once the state is there.
     """
-    if not draft.waiting:
+    if not queue:
         return []
     shape, spec, counts = draft.shape, draft.spec, draft.counts
     left = shape.chunk_tokens - sum(n for _, n in _chunks(draft))
     free_rows = (counts.prompt == 0).nonzero()[0].tolist()
-    room = {g: shape.width(g) for g in spec.names}
+    room = {g: shape.width(g) - sum(len(ids[g]) for _, ids in before) for g in spec.names}
     coming = {pair for row in counts.reading.nonzero()[0].tolist() for pair in _coming(draft, row)}
     coming |= {(c.position, c.key) for c in draft.staged.values()}
     admitted, passed = [], []
-    for place, waiting in enumerate(draft.waiting):
-        if left <= 0 or len(admitted) == len(free_rows):
-            passed += draft.waiting[place:]
+    least = 1 if queue is draft.waiting else CHUNK
+    for place, waiting in enumerate(queue):
+        if left < least or len(admitted) == len(free_rows):
+            passed += queue[place:]
             break
+        if waiting.reads and waiting.keys[-1] in draft.index.nodes:
+            continue
         request, match = waiting.request, _match(draft, waiting)
         source, length = match.checkpoint, len(request.prompt)
         start = source.position if source is not None else 0
@@ -189,34 +185,43 @@ def _admit(draft: _Draft) -> list[tuple[Running, Blocks]]:
         need = spec.need(length + budget, request.id)
         if source is not None:
             draft.keep.add(source.key)
+        if source is not None and not draft.make_room(need) and not any(draft.rows):
+            # Nobody has a block to give back: what it would start from has to go for it.
+            draft.keep.discard(source.key)
+            source, start = None, 0
+            match = Match(None, match.shared, "not_kept")
         if any(room[g] < n for g, n in need.items()) or not draft.make_room(need):
-            passed += draft.waiting[place:]
+            passed += queue[place:]
             break
         running = Running(
             request, waiting.tokens, waiting.keys, free_rows[len(admitted)], budget, draft.admitted + 1,
-            wants=wanted(match, length) if shape.checkpoints else (),
-            source=source, miss=match.miss, known=waiting.made,
+            wants=wanted(match, length) if shape.checkpoints and not waiting.reads else (),
+            source=source, miss=match.miss, known=waiting.made, reads=waiting.reads,
         )  # fmt: skip
         admitted.append((running, _enter(draft, running, need)))
         left -= length - start
         room = {g: room[g] - n for g, n in need.items()}
-        coming |= {(p, running.keys[p // CHUNK - 1]) for p in running.wants}
-    draft.waiting = tuple(passed)
+        coming |= set(_leaves(running))
+    if queue is draft.waiting:
+        draft.waiting = tuple(passed)
+    else:
+        draft.answers = tuple(passed[::-1])
     if admitted:
         news = [running for running, _ in admitted]
         draft.counts = counts.put(
             [r.row for r in news], prompt=[len(r.tokens) for r in news], budget=[r.budget for r in news],
             known=[len(r.known) for r in news], read=[r.cached for r in news],
+            spare=[r.reads == "answer" for r in news],
         )  # fmt: skip
     return admitted
 
 
-def _enter(draft: _Draft, running: Running, need: Mapping[str, int]) -> Blocks:
+def _enter(draft: Draft, running: Running, need: Mapping[str, int]) -> Blocks:
     """Gives the request its row and blocks, and the checkpoint that it starts from to read; the blocks."""
     row, name, source = running.row, running.request.id, running.source
     ids = draft.ledger.allocate(name, need)
     if source is not None:
-        draft.ledger.share(name, _lists(source.blocks))
+        draft.ledger.share(name, one_each(source.blocks))
         draft.index = draft.index.use(source.key)
         draft.starting = (*draft.starting, row)
     draft.index = draft.index.see(running.keys)
@@ -224,27 +229,33 @@ def _enter(draft: _Draft, running: Running, need: Mapping[str, int]) -> Blocks:
     return ids
 
 
-def _match(draft: _Draft, waiting: Waiting) -> Match:
+def _match(draft: Draft, waiting: Waiting) -> Match:
     if not draft.shape.checkpoints:
         return Match(None, 0, "off")
     return draft.index.match(waiting.keys, len(waiting.request.prompt))
 
 
-def _coming(draft: _Draft, row: int) -> list[tuple[int, Key]]:
+def _coming(draft: Draft, row: int) -> list[tuple[int, Key]]:
     """Where the row's prompt is yet to leave checkpoints."""
-    running, read = draft.running(row), draft.counts.read[row]
-    return [(p, running.keys[p // CHUNK - 1]) for p in running.wants if p > read]
+    return [(p, key) for p, key in _leaves(draft.running(row)) if p > draft.counts.read[row]]
+
+
+def _leaves(running: Running) -> list[tuple[int, Key]]:
+    """Where the prompt leaves checkpoints that others wait for."""
+    if running.reads == "pin":
+        return [(len(running.tokens), running.keys[-1])]
+    return [(p, running.keys[p // CHUNK - 1]) for p in running.wants]
 
 
 def _at(keys: tuple[Key, ...], position: int) -> Key | None:
     return keys[position // CHUNK - 1] if position // CHUNK <= len(keys) else None
 
 
-def _chunks(draft: _Draft) -> list[tuple[int, int]]:
-    """How many prompt tokens each row reads now, oldest first; cut only where a cut changes no bits."""
+def _chunks(draft: Draft) -> list[tuple[int, int]]:
+    """How many prompt tokens each row reads now, oldest first, answers last; cut only where a cut changes no bits."""
     chunks, room, counts = [], draft.shape.chunk_tokens, draft.counts
     reading = counts.reading.nonzero()[0].tolist()
-    for row in sorted(reading, key=lambda row: draft.running(row).order):
+    for row in sorted(reading, key=lambda row: (counts.spare[row], draft.running(row).order)):
         n = int(counts.prompt[row] - counts.read[row])
         if n > room:
             n = room // CHUNK * CHUNK
@@ -255,7 +266,7 @@ def _chunks(draft: _Draft) -> list[tuple[int, int]]:
 
 
 def _plan_prefill(
-    draft: _Draft, admitted: SequenceOf[tuple[Running, Blocks]], plan: StepPlan, extra: tuple[int, ...]
+    draft: Draft, admitted: SequenceOf[tuple[Running, Blocks]], plan: StepPlan, extra: tuple[int, ...]
 ) -> np.ndarray:  # fmt: skip
     """Packs prompt tokens; the rows that read some."""
     used, prefill = dict.fromkeys(draft.spec.names, 0), plan.prefill
@@ -282,7 +293,7 @@ def _plan_prefill(
 
 
 def _leave_checkpoints(
-    draft: _Draft, plan: StepPlan, running: Running, end_: int, used: dict[str, int]
+    draft: Draft, plan: StepPlan, running: Running, end_: int, used: dict[str, int]
 ) -> None:
     """Finds blocks for the checkpoints that the row passes in this step; one that finds none is skipped."""
     prefill, row, slot = plan.prefill, running.row, 0
@@ -296,16 +307,10 @@ def _leave_checkpoints(
         if slot == draft.shape.checkpoints or not draft.make_room(one):
             draft.skipped += 1
             continue
-        key = running.keys[position // CHUNK - 1]
-        holder = f"{holder_of(key)} {running.order}"
+        holder = f"{holder_of(running.keys[position // CHUNK - 1])} {running.order}"
         ids = draft.ledger.allocate(holder, one)
         blocks = {group: block[0] for group, block in ids.items()}
-        cost = position - _before(draft, running, position)
-        checkpoint = Checkpoint(
-            key, position, blocks, holder, running.request.id, cost,
-            chain=running.keys[: position // CHUNK], salt=running.request.cache_salt,
-        )  # fmt: skip
-        draft.staged = {**draft.staged, holder: checkpoint}
+        draft.stage(running, position, blocks, holder)
         for group, block in blocks.items():
             prefill.checkpoints[group][row, slot] = block
             plan.zero[group][used[group]] = block
@@ -314,17 +319,7 @@ def _leave_checkpoints(
         slot += 1
 
 
-def _before(draft: _Draft, running: Running, position: int) -> int:
-    """The last place before this one where a state of the prompt is kept or coming; its start, if there is none."""
-    coming = {checkpoint.key for checkpoint in draft.staged.values()}
-    for place in range(position - CHUNK, running.cached, -CHUNK):
-        key = running.keys[place // CHUNK - 1]
-        if key in draft.index.nodes or key in coming:
-            return place
-    return running.cached
-
-
-def _plan_decode(draft: _Draft, plan: StepPlan, steps: int) -> np.ndarray:
+def _plan_decode(draft: Draft, plan: StepPlan, steps: int) -> np.ndarray:
     """Generates in every row that has read its prompt; those rows."""
     counts, rows = draft.counts, draft.counts.decoding
     for row in (rows & (counts.made < counts.known)).nonzero()[0].tolist():
@@ -334,10 +329,6 @@ def _plan_decode(draft: _Draft, plan: StepPlan, steps: int) -> np.ndarray:
     made = np.where(rows, np.minimum(counts.made + steps, counts.budget), counts.made)
     draft.counts = counts._replace(made=made)
     return rows
-
-
-def _lists(blocks: Mapping[str, int]) -> dict[str, list[int]]:
-    return {group: [block] for group, block in blocks.items()}
 
 
 def _write_row(

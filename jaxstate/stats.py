@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from jaxstate.scheduler import Planned, Running
 from jaxstate.state.pool import BlockPool
 
@@ -25,6 +27,8 @@ class Stats:
     programs: int = 0
     late_compilations: int = 0
     peak_blocks: dict[str, int] = dataclasses.field(default_factory=dict)
+    read_ahead: int = 0  # texts read for later requests: answers and pins
+    read_ahead_tokens: int = 0  # these are not among `prompt_tokens`
     prefix: dict[str, int] = dataclasses.field(default_factory=dict)  # hits and reasons for misses
 
     def dispatched(self, planned: Planned, pool: BlockPool) -> None:
@@ -35,7 +39,11 @@ class Stats:
             used = len(refs) - 1 - pool.free_count(group)
             self.peak_blocks[group] = max(self.peak_blocks.get(group, 0), used)
         if planned.plan.prefill is not None:
-            self.prompt_tokens += int(planned.plan.prefill.offsets[-1])
+            lengths = np.diff(planned.plan.prefill.offsets)
+            ahead = [row for row, r in enumerate(planned.serves) if r is not None and r.reads]
+            self.read_ahead += int(planned.plan.prefill.sample[ahead].sum())
+            self.read_ahead_tokens += int(lengths[ahead].sum())
+            self.prompt_tokens += int(lengths.sum()) - int(lengths[ahead].sum())
 
     def admitted(self, running: Running) -> None:
         """Counts a request that got its row for the first time."""

@@ -23,9 +23,18 @@ IDLE_WAIT_S = 0.2
 """How long to wait for a line when nothing runs, before looking for signals again."""
 
 
+class Settles(Protocol):
+    """The part of the engine's prefixes that the loop uses."""
+
+    @property
+    def unsettled(self) -> bool: ...
+
+
 class Generates(Protocol):
     """The part of the engine that the loop uses."""
 
+    @property
+    def prefixes(self) -> Settles: ...
     def submit(self, request: Request) -> None: ...
     def step(self) -> Iterable[Event]: ...
 
@@ -57,7 +66,8 @@ class Batch:
         while self.jobs or not self.reader.ended:
             self.pause()
             self._fill()
-            if self.jobs:
+            # While nobody writes a line, what was said last is read, so that a next turn starts after it.
+            if self.jobs or (self._spare and not self.reader.ended):
                 for event in self.engine.step():
                     self._take(event)
 
@@ -66,10 +76,15 @@ class Batch:
         for _ in range(self.window):
             if len(self.jobs) >= self.window:
                 return
-            line = self.reader.next(timeout=0.0 if self.jobs else IDLE_WAIT_S)
+            busy = self.jobs or self._spare
+            line = self.reader.next(timeout=0.0 if busy else IDLE_WAIT_S)
             if line is None:
                 return
             self._begin(self.parse(line))
+
+    @property
+    def _spare(self) -> bool:
+        return self.engine.prefixes.unsettled
 
     def _begin(self, job: Job | Refusal) -> None:
         if isinstance(job, Job):

@@ -72,7 +72,8 @@ def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
         model = _load(options, report)
         store = None
         if options.prefix_store is not None:
-            store = Store(options.prefix_store, options.prefix_store_bytes, model.engine, report)
+            folder, most = options.prefix_store, options.prefix_store_bytes
+            store = Store(folder, most, model.engine.prefixes, report)
             store.open()
         model.engine.compile()
 

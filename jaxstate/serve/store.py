@@ -12,10 +12,10 @@ from jaxstate.serve.report import Report
 
 
 class Keeps(Protocol):
-    """The part of the engine that the store uses."""
+    """The part of an engine's prefixes that the store uses."""
 
-    def load_prefixes(self, folder: str) -> Any: ...
-    def save_prefixes(self, folder: str, *, most_bytes: int | None) -> Any: ...
+    def load(self, folder: str) -> Any: ...
+    def save(self, folder: str, *, most_bytes: int | None) -> Any: ...
 
 
 @dataclasses.dataclass
@@ -24,7 +24,7 @@ class Store:
 
     folder: str
     most_bytes: int
-    engine: Keeps
+    prefixes: Keeps
     report: Report
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -44,12 +44,12 @@ class Store:
             ) from error
         if not os.access(folder, os.W_OK | os.X_OK):
             raise SnapshotError(f"the prefix store {self.folder} cannot be written")
-        self._tell("loaded", "read from", self.engine.load_prefixes(self.folder))
+        self._tell("loaded", "read from", self.prefixes.load(self.folder))
 
     def save(self) -> None:
         """Write what is kept now. It never hides how the run itself ended."""
         try:
-            stored = self.engine.save_prefixes(self.folder, most_bytes=self.most_bytes)
+            stored = self.prefixes.save(self.folder, most_bytes=self.most_bytes)
         except Exception as error:
             self.report.say(f"warning   prefixes are not kept for the next run: {error}")
         else:

@@ -14,6 +14,7 @@ import pytest
 from jaxstate.engine import Engine
 from jaxstate.request import Completion, Request, SamplingParams
 from jaxstate.sizing import Sizes
+from tests.mutants.watch import QUICK
 from tests.toy import VOCAB, ToyConfig, ToyLM
 
 SIZES = Sizes(rows=4, max_len=256, chunk_tokens=128, decode_steps=4, checkpoints=0)
@@ -24,6 +25,24 @@ def compiled() -> Engine:
     engine = Engine(ToyLM(ToyConfig(blocks=9)), SIZES)
     engine.compile()
     return engine
+
+
+REUSING = Sizes(rows=3, max_len=512, chunk_tokens=128, decode_steps=4, checkpoints=12)
+
+
+@pytest.fixture(scope="session")
+def reusing():
+    """Makes engines that keep states and in which nothing has happened; all run the same two programs."""
+    first = Engine(ToyLM(), REUSING)
+    programs = {k: first.lower(k).compile(compiler_options=QUICK) for k in ("prefill", "decode")}
+
+    def make(model: ToyLM | None = None) -> Engine:
+        engine = Engine(model or ToyLM(), REUSING)
+        engine._programs = dict(programs)
+        engine.state  # noqa: B018  (made now, so that no step compiles anything)
+        return engine
+
+    return make
 
 
 def assert_clean(engine: Engine) -> None:

@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 
 from jaxstate import scheduler
-from jaxstate.engine import Engine
 from jaxstate.errors import PlanError
 from jaxstate.plan import PlanShape
 from jaxstate.prefix import Checkpoint, Match, PrefixIndex, block_keys, wanted
 from jaxstate.request import Request, SamplingParams, explain
 from jaxstate.rules import check_plan
 from jaxstate.scheduler import Schedule, end, plan_next, publish, submit
-from jaxstate.sizing import Sizes
 from tests.toy import VOCAB, ToyLM, continue_by_hand
-
-SIZES = Sizes(rows=3, max_len=512, chunk_tokens=128, decode_steps=4, checkpoints=12)
 
 
 def text(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -285,10 +281,8 @@ def test_a_plan_against_the_rules_of_reuse_is_refused(schedule, rule):
 
 
 @pytest.fixture(scope="module")
-def engine():
-    engine = Engine(ToyLM(), SIZES)
-    engine.compile()
-    return engine
+def engine(reusing):
+    return reusing()
 
 
 @pytest.fixture(autouse=True)
@@ -361,10 +355,9 @@ def test_preempting_what_does_not_run_changes_nothing(engine):
     assert [e.completion.finish_reason for e in engine.run() if e.completion] == ["length"]
 
 
-def test_states_of_a_request_that_broke_are_not_kept(engine):
+def test_states_of_a_request_that_broke_are_not_kept(reusing):
     """NaN in its scores came from its state; nobody may start from that."""
-    breaks = Engine(ToyLM(breaks_at=150), SIZES)
-    breaks.compile()
+    breaks = reusing(ToyLM(breaks_at=150))
     (broken,) = breaks.completions([request("broken", text(149), 20)])
     assert broken.error is not None and broken.error.code == "non_finite"
     assert len(breaks.schedule.index) == 0

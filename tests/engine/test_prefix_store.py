@@ -17,33 +17,22 @@ from jaxstate.engine import Engine
 from jaxstate.errors import SnapshotError, SpecError
 from jaxstate.prefix import block_keys
 from jaxstate.request import Request, SamplingParams
-from jaxstate.sizing import Sizes
-from tests.mutants.watch import QUICK
+from tests.engine.conftest import REUSING
 from tests.toy import VOCAB, ToyConfig, ToyLM, continue_by_hand, state_by_hand
-
-SIZES = Sizes(rows=3, max_len=512, chunk_tokens=128, decode_steps=4, checkpoints=12)
 
 
 def text(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng([7, seed]).integers(0, VOCAB, length).tolist())
 
 
-@pytest.fixture(scope="module")
-def programs():
-    engine = Engine(ToyLM(), SIZES)
-    return {k: engine.lower(k).compile(compiler_options=QUICK) for k in ("prefill", "decode")}
-
-
 @pytest.fixture
-def start(programs):
+def start(reusing):
     """Makes an engine in which nothing has happened, as another process would."""
 
     def start(model: ToyLM | None = None, **sizes) -> Engine:
-        engine = Engine(model or ToyLM(), dataclasses.replace(SIZES, **sizes))
-        if not sizes:
-            engine._programs = dict(programs)
-            engine.state  # noqa: B018  (made now, so that no step compiles anything)
-        return engine
+        if not sizes and (model is None or (type(model) is ToyLM and model.config == ToyConfig())):
+            return reusing(model)
+        return Engine(model or ToyLM(), dataclasses.replace(REUSING, **sizes))
 
     return start
 
@@ -61,7 +50,7 @@ def folder(start, tmp_path):
     engine = start()
     for seed in (0, 0, 1, 2):
         ask(engine, text(200 + 64 * seed, seed))
-    assert engine.save_prefixes(tmp_path / "store").states == 3
+    assert engine.prefixes.save(tmp_path / "store").states == 3
     return tmp_path / "store"
 
 
@@ -77,7 +66,7 @@ def contents(folder) -> dict[str, bytes]:
 def test_a_later_engine_starts_from_what_an_earlier_one_kept(start, folder):
     later = start()
     alone = ask(start(), text(200))
-    told = later.load_prefixes(folder)
+    told = later.prefixes.load(folder)
     assert (told.states, told.no_room, told.problems) == (3, 0, ())
     assert "3 states" in str(told)
     done = ask(later, text(200))
@@ -98,7 +87,7 @@ def test_every_leaf_comes_back_and_no_other_block_is_touched(start, folder):
     ask(later, text(150, seed=5))
     before = {g: [np.asarray(x) for x in leaves(later, g)] for g in later.spec.names}
     known = {b for node in later.schedule.index.nodes.values() for b in node.blocks.items()}
-    later.load_prefixes(folder)
+    later.prefixes.load(folder)
     node = later.schedule.index.nodes[block_keys(text(200))[2]]
     assert node.position == 192 and later.schedule.pool.sealed["whole"][node.blocks["whole"]]
     written = {b for n in later.schedule.index.nodes.values() for b in n.blocks.items()} - known
@@ -122,11 +111,11 @@ def leaves(engine: Engine, group: str):
 def test_salts_stay_apart_and_are_not_written(start, tmp_path):
     engine = start()
     ask(engine, text(200), salt="open sesame")
-    engine.save_prefixes(tmp_path)
+    engine.prefixes.save(tmp_path)
     (content,) = contents(tmp_path).values()
     assert b"sesame" not in content
     later = start()
-    assert later.load_prefixes(tmp_path).states == 1
+    assert later.prefixes.load(tmp_path).states == 1
     assert ask(later, text(200)).cached_tokens == 0
     assert ask(later, text(200), salt="open sesame").cached_tokens == 192
 
@@ -141,14 +130,14 @@ def test_br55_a_store_of_another_model_layout_or_dtype_is_refused(start, folder)
     ):
         engine = start(model)
         before = engine.schedule
-        for act in (engine.load_prefixes, engine.save_prefixes):
+        for act in (engine.prefixes.load, engine.prefixes.save):
             with pytest.raises(SnapshotError, match=message):
                 act(folder)
         assert engine.schedule is before
     with pytest.raises(SnapshotError, match="cannot be read: No such file"):
-        start().load_prefixes(folder / "nothing")
+        start().prefixes.load(folder / "nothing")
     with pytest.raises(SpecError, match="checkpoints is 0"):
-        start(checkpoints=0).load_prefixes(folder)
+        start(checkpoints=0).prefixes.load(folder)
 
 
 class Renamed(ToyLM):
@@ -157,19 +146,19 @@ class Renamed(ToyLM):
 
 def test_states_of_other_circumstances_are_passed_over_and_replaced(start, folder, monkeypatch):
     """Other sizes or versions may round differently, and a hit must not change a text."""
-    told = start(chunk_tokens=64).load_prefixes(folder)
+    told = start(chunk_tokens=64).prefixes.load(folder)
     assert told.states == 0 and len(told.problems) == 1
     assert (
         "3 of the states" in told.problems[0] and "chunk_tokens 128 (here 64)" in told.problems[0]
     )
-    assert start(rows=2).load_prefixes(folder).states == 0
-    assert start(checkpoints=3).load_prefixes(folder).states == 3  # how many are kept is no matter
+    assert start(rows=2).prefixes.load(folder).states == 0
+    assert start(checkpoints=3).prefixes.load(folder).states == 3  # how many are kept is no matter
     monkeypatch.setattr("jaxstate.prefix_store.versions", lambda: {"jaxstate": "9", "jax": "8"})
     newer = start()
-    assert "jaxstate" in newer.load_prefixes(folder).problems[0]
+    assert "jaxstate" in newer.prefixes.load(folder).problems[0]
     ask(newer, text(200))
-    newer.save_prefixes(folder)
-    again = start().load_prefixes(folder)
+    newer.prefixes.save(folder)
+    again = start().prefixes.load(folder)
     assert again.states == 1 and "2 of the states" in again.problems[0]
 
 
@@ -203,15 +192,15 @@ def test_a_file_that_is_not_whole_is_named_and_the_others_are_read(start, folder
     bad.write_bytes(damaged(before, how))
     assert bad.read_bytes() != before
     later = start()
-    told = later.load_prefixes(folder)
+    told = later.prefixes.load(folder)
     assert told.states == 2 and len(told.problems) == 1
     assert str(bad) in told.problems[0] and "passed over" in told.problems[0]
     assert ask(later, text(264, 1)).cached_tokens == 0
     assert ask(later, text(200)).cached_tokens == 192
     later.schedule.pool.check()
     # What was computed anew takes its place.
-    later.save_prefixes(folder)
-    assert start().load_prefixes(folder).states == 3
+    later.prefixes.save(folder)
+    assert start().prefixes.load(folder).states == 3
 
 
 def test_a_file_under_another_ones_name_or_with_other_arrays_is_passed_over(start, folder):
@@ -221,7 +210,7 @@ def test_a_file_under_another_ones_name_or_with_other_arrays_is_passed_over(star
         arrays = {name: file.get_tensor(name) for name in file.keys()}
     arrays["whole/0"] = arrays["whole/0"][:1]
     rewrite(path_of(folder, 0), header, arrays)
-    told = start().load_prefixes(folder)
+    told = start().prefixes.load(folder)
     assert told.states == 1
     assert "another prefix than its name says" in told.problems[0]
     assert "has no whole/0" in told.problems[1]
@@ -239,7 +228,7 @@ def rewrite(path, metadata, arrays):
 
 def test_pulling_the_plug_leaves_files_that_are_whole_or_not_there(start, folder, monkeypatch):
     engine, before = start(), contents(folder)
-    engine.load_prefixes(folder)
+    engine.prefixes.load(folder)
     for seed in (3, 4):
         ask(engine, text(200, seed))
     replace, done = os.replace, []
@@ -256,19 +245,19 @@ def test_pulling_the_plug_leaves_files_that_are_whole_or_not_there(start, folder
 
     monkeypatch.setattr(os, "replace", lambda a, b: unplugged(str(a), str(b)))
     with pytest.raises(KeyboardInterrupt):
-        engine.save_prefixes(folder)
+        engine.prefixes.save(folder)
     monkeypatch.undo()
     after = contents(folder)
     assert set(after) - set(before) and len(done) == 1
     (left,) = (name for name in after if name.endswith(".part"))
-    told = start().load_prefixes(folder)
+    told = start().prefixes.load(folder)
     assert told.states == len(after) - 1 >= 3 and told.problems == ()
     # What was never finished is removed once it is surely nobody's.
-    engine.save_prefixes(folder)
+    engine.prefixes.save(folder)
     assert left in contents(folder)
     long_ago = time.time() - 3600
     os.utime(folder / left, (long_ago, long_ago))
-    engine.save_prefixes(folder)
+    engine.prefixes.save(folder)
     assert left not in contents(folder) and len(contents(folder)) == 5
 
 
@@ -276,9 +265,9 @@ def test_the_size_is_bounded_and_the_most_valuable_stay(start, folder, tmp_path)
     each = max(len(content) for content in contents(folder).values())
     bound = 2 * each + 20_000
     engine = start()
-    engine.load_prefixes(folder)
+    engine.prefixes.load(folder)
     worth = {key: node.priority for key, node in engine.schedule.index.nodes.items()}
-    told = engine.save_prefixes(tmp_path / "small", most_bytes=bound)
+    told = engine.prefixes.save(tmp_path / "small", most_bytes=bound)
     assert 0 < told.states < 3 and told.no_room == 3 - told.states
     kept = {bytes.fromhex(name.split(".")[0]) for name in contents(tmp_path / "small")}
     assert kept == set(sorted(worth, key=worth.__getitem__)[-told.states :])
@@ -287,11 +276,11 @@ def test_the_size_is_bounded_and_the_most_valuable_stay(start, folder, tmp_path)
     other = start()
     for seed in (5, 6, 7):
         ask(other, text(300, seed))
-    other.save_prefixes(folder)
+    other.prefixes.save(folder)
     assert len(contents(folder)) == 6
-    other.save_prefixes(folder, most_bytes=bound)
+    other.prefixes.save(folder, most_bytes=bound)
     assert sum(map(len, contents(folder).values())) <= bound
-    assert other.save_prefixes(folder, most_bytes=10).states == 0 and contents(folder) == {}
+    assert other.prefixes.save(folder, most_bytes=10).states == 0 and contents(folder) == {}
 
 
 def crowd(engine: Engine, free: int) -> Engine:
@@ -309,9 +298,9 @@ def test_only_free_blocks_are_taken(start, folder):
     engine.step()
     assert len(engine.schedule.running) == 3
     held = dict(engine.schedule.pool.held)
-    told = engine.load_prefixes(folder)
+    told = engine.prefixes.load(folder)
     assert (told.states, told.no_room) == (2, 1)
-    assert engine.load_prefixes(folder).no_room == 1
+    assert engine.prefixes.load(folder).no_room == 1
     assert held.items() <= dict(engine.schedule.pool.held).items()
     done = {e.id: e.completion for e in engine.run() if e.completion}
     for i in range(3):
@@ -321,7 +310,7 @@ def test_only_free_blocks_are_taken(start, folder):
 
 def test_no_request_waits_because_of_states_that_were_read_back(start, folder):
     engines = [crowd(start(), free=4) for _ in range(2)]
-    assert engines[0].load_prefixes(folder).states == 3
+    assert engines[0].prefixes.load(folder).states == 3
     for engine in engines:
         for i in range(5):
             engine.submit(Request(f"r{i}", text(120, 30 + i), SamplingParams(max_tokens=9)))
@@ -337,23 +326,23 @@ def test_reading_back_twice_or_between_steps_changes_nothing(start, folder):
     engine = start()
     engine.submit(Request("a", text(200), SamplingParams(max_tokens=30)))
     engine.step()
-    assert engine.load_prefixes(folder).states == 3
-    assert engine.load_prefixes(folder).states == 0
+    assert engine.prefixes.load(folder).states == 3
+    assert engine.prefixes.load(folder).states == 0
     (done,) = (e.completion for e in engine.run() if e.completion)
     assert list(done.tokens) == continue_by_hand(text(200), 30)
     assert engine.stats.late_compilations == 0
     engine.schedule.pool.check()
     engine.schedule = scheduler.forget_prefixes(engine.schedule)
     # Let go of, it may come again once its blocks are free.
-    assert engine.load_prefixes(folder).states == 0
+    assert engine.prefixes.load(folder).states == 0
     list(engine.run())
-    assert engine.load_prefixes(folder).states == 3
+    assert engine.prefixes.load(folder).states == 3
 
 
 def test_what_is_valued_stays_valued(start, folder):
     """Uses and age come along, so that what nobody asks for goes first in the next run too."""
     later = start()
-    later.load_prefixes(folder)
+    later.prefixes.load(folder)
     index = later.schedule.index
     used = index.nodes[block_keys(text(200))[2]]
     assert used.uses == 1 and used.cost == 192
@@ -361,9 +350,9 @@ def test_what_is_valued_stays_valued(start, folder):
     assert worths == [384, 256, 320]
     aged = dataclasses.replace(index, clock=200.0)
     later.schedule = dataclasses.replace(later.schedule, index=aged)
-    later.save_prefixes(folder)
+    later.prefixes.save(folder)
     latest = start()
-    latest.load_prefixes(folder)
+    latest.prefixes.load(folder)
     assert [latest.schedule.index.nodes[path_key(folder, s)].priority for s in (0, 1, 2)] == [
         184, 56, 120,
     ]  # fmt: skip
@@ -380,7 +369,7 @@ def test_a_state_that_is_not_finite_is_not_kept(start, tmp_path):
     engine._state = engine.state.replace(
         cache=engine.state.cache.poison({"paged": [node.blocks["paged"]]})
     )
-    told = engine.save_prefixes(tmp_path)
+    told = engine.prefixes.save(tmp_path)
     assert told.states == 0 and "not finite" in told.problems[0] and contents(tmp_path) == {}
 
 
@@ -389,4 +378,4 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(start, tmp_pa
     ask(engine, text(200))
     (tmp_path / "file").write_text("")
     with pytest.raises(SnapshotError, match="file cannot be written"):
-        engine.save_prefixes(tmp_path / "file")
+        engine.prefixes.save(tmp_path / "file")

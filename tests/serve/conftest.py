@@ -37,6 +37,7 @@ class Backwards:
         self.waiting: list[Request] = []
         self.running: dict[str, tuple[Request, int]] = {}
         self.compiled = self.most = self.steps = 0
+        self.prefixes = SimpleNamespace(unsettled=False)
         self.before_step = lambda: None
 
     def compile(self) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from jaxstate.engine import Engine
 from jaxstate.errors import SnapshotError
+from jaxstate.prefixes import Prefixes
 from jaxstate.serve.cli import main
 from jaxstate.serve.flags import batch_parser
 from jaxstate.serve.store import Store
@@ -115,7 +116,7 @@ def test_what_cannot_be_written_is_said_and_the_rows_stay(run, tmp_path, monkeyp
     def full(*_, **__):
         raise SnapshotError("the prefix store x cannot be written: No space left on device")
 
-    monkeypatch.setattr(Engine, "save_prefixes", full)
+    monkeypatch.setattr(Prefixes, "save", full)
     code, rows, _, said = run("--prefix-store", tmp_path / "store")
     assert code == 0 and len(rows) == 4
     assert (
@@ -148,11 +149,11 @@ def test_sizes_that_cannot_be_are_refused(text):
 
 
 def test_the_bound_reaches_the_engine(tmp_path):
-    class Engine_:
-        def load_prefixes(self, folder):
+    class Keeps:
+        def load(self, folder):
             raise AssertionError
 
-        def save_prefixes(self, folder, *, most_bytes):
+        def save(self, folder, *, most_bytes):
             assert (folder, most_bytes) == (str(tmp_path), 77)
             raise OSError("gone")
 
@@ -161,5 +162,5 @@ def test_the_bound_reaches_the_engine(tmp_path):
     class Said:
         say = said.append
 
-    Store(str(tmp_path), 77, Engine_(), Said()).save()  # pyright: ignore[reportArgumentType]
+    Store(str(tmp_path), 77, Keeps(), Said()).save()  # pyright: ignore[reportArgumentType]
     assert said == ["warning   prefixes are not kept for the next run: gone"]

@@ -1,0 +1,96 @@
+"""A schedule while the next step is being made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxstate.plan import HostTables
+from jaxstate.prefix import Checkpoint, Key, holder_of
+from jaxstate.schedule import Running, Schedule, Waiting
+from jaxstate.state.pool import BlockPool
+from pallas_kernels.rows import CHUNK
+
+
+class Draft:
+    """The schedule after a step while the step is being made; a step that is refused leaves `before` as it was."""
+
+    def __init__(self, before: Schedule):
+        self.before, self.shape, self.spec = before, before.shape, before.spec
+        self.ledger, self.index = before.pool.open(), before.index
+        self.rows, self.counts, self.starting = list(before.rows), before.counts, before.starting
+        self.waiting, self.staged = before.waiting, before.staged
+        self.admitted, self.skipped, self.evicted = before.admitted, before.skipped, before.evicted
+        self.answers = before.answers
+        # Checkpoints that rows are yet to start from: letting them go would free nothing.
+        self.keep: set[Key] = set()
+
+    def schedule(self, pool: BlockPool, tables: HostTables, turn: str) -> Schedule:
+        return Schedule(
+            self.shape, pool, tables, tuple(self.rows), self.counts, starting=self.starting, waiting=self.waiting,
+            admitted=self.admitted, turn=turn, index=self.index, staged=self.staged,
+            skipped=self.skipped, evicted=self.evicted, answers=self.answers, pins=self.before.pins,
+        )  # fmt: skip
+
+    def running(self, row: int) -> Running:
+        """The request of a row that has one."""
+        running = self.rows[row]
+        assert running is not None, f"row {row} is nobody's"
+        return running
+
+    def make_room(self, need: Mapping[str, int]) -> bool:
+        """Lets go of as many checkpoints as it takes; False, and no change, if all of them do not suffice."""
+        short = self.ledger.short(need)
+        if short and short > self.index.evictable(self.keep):
+            return False
+        while short:
+            step = self.index.evict(self.keep)
+            if step is None:
+                return False
+            self.index, node = step
+            self.ledger.release(node.holder)
+            self.evicted += 1
+            short = self.ledger.short(need)
+        return True
+
+    def last_before(self, running: Running, position: int) -> int:
+        """The last place before this one where a state of the prompt is kept or coming; its start, if there is none."""
+        coming = {checkpoint.key for checkpoint in self.staged.values()}
+        for place in range(position - CHUNK, running.cached, -CHUNK):
+            key = running.keys[place // CHUNK - 1]
+            if key in self.index.nodes or key in coming:
+                return place
+        return running.cached
+
+    def stage(self, running: Running, position: int, blocks: dict[str, int], holder: str) -> None:
+        """Takes down that the request leaves its state after `position` tokens in these blocks."""
+        checkpoint = Checkpoint(
+            running.keys[position // CHUNK - 1], position, blocks, holder, running.request.id,
+            position - self.last_before(running, position),
+            chain=running.keys[: position // CHUNK], salt=running.request.cache_salt,
+        )  # fmt: skip
+        self.staged = {**self.staged, holder: checkpoint}
+
+    def keep_last(self, running: Running) -> None:
+        """Makes the state that a row leaves behind a checkpoint: its block is sealed and changes hands."""
+        position, name = len(running.tokens), running.request.id
+        blocks = {
+            group: int(self.before.tables[group][running.row, need - 1])
+            for group, need in self.spec.need(position).items()
+        }
+        holder = f"{holder_of(running.keys[-1])} {running.order}"
+        self.ledger.seal(name, one_each(blocks))
+        self.ledger.share(holder, one_each(blocks))
+        self.stage(running, position, blocks, holder)
+
+    def drop_spare(self) -> None:
+        """Takes their rows from answers that are not read to the end; they are the next to be forgotten."""
+        counts, rows = self.counts, (self.counts.spare & self.counts.reading).nonzero()[0].tolist()
+        if rows:
+            self.counts = counts.put(rows, ended=True)
+            again = [self.running(row) for row in rows]
+            dropped = [Waiting(r.request, r.tokens, r.keys, reads=r.reads) for r in again]
+            self.answers = (*dropped, *self.answers)[-self.spec.rows :]
+
+
+def one_each(blocks: Mapping[str, int]) -> dict[str, list[int]]:
+    return {group: [block] for group, block in blocks.items()}
