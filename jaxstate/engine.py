@@ -34,6 +34,7 @@ from jaxstate.stats import Stats
 from jaxstate.step import EngineState, Outcome
 from jaxstate.text import Tokenizer
 from pallas_kernels import dispatch
+from pallas_kernels.rows import CHUNK
 
 Report = Callable[[str], None]
 
@@ -104,6 +105,11 @@ class Engine:
         self._jitted = {kind: jax.jit(run, donate_argnums=1) for kind, run in runs.items()}
         self._state: EngineState | None = None
         self.prefixes = Prefixes(self)
+        if self.shape.checkpoints and self.spec.max_len < CHUNK + 2:
+            self._report(
+                f"prefixes cannot be reused: within max_len {self.spec.max_len} no prompt is longer than the {CHUNK} "
+                "tokens at which states are kept"
+            )
 
     @property
     def spec(self) -> CacheSpec:

@@ -79,6 +79,15 @@ def test_br36_padding_does_not_enter_the_window(implementation, pad):
 
 
 @every
+@pytest.mark.parametrize("op", SUMS)
+def test_br69_placeholders_after_a_prompts_last_token_do_not_reach_the_state(op, implementation):
+    """The tail is one token; what stands behind it in the packed call, zeros or another row, is not its."""
+    _, _, pool = call(op, implementation, empty_pool(op), [([1, 2], 0, 3)])
+    y, _, pool = call(op, implementation, pool, [([3], 3, 3), ([0, 0, 0], 0, 4)], after=[0.0] * 3)
+    assert y[0] == [4.25] and block(pool, 3) == [4.25]
+
+
+@every
 def test_br37_tokens_before_the_first_row_are_padding(implementation):
     for op, values, state in [
         ("ssd", [1, 2.5, 4.25], [4.25]),
