@@ -127,6 +127,26 @@ def test_br42_72_retries_at_half_the_pool_are_bit_equal_to_solo_runs(engines, pr
     _assert_as_new(engine)
 
 
+@pytest.mark.timeout(900)
+def test_turns_of_a_conversation_start_after_the_answers_and_keep_their_bits(engines):
+    """The second turn is served the first one's prompt and its completion, up to the last whole 64 tokens."""
+    solo, engine = engines
+    rng = np.random.default_rng(3)
+    told = tuple(rng.integers(1, solo.model.config.vocab_size, 100).tolist())
+    sampling = js.SamplingParams(max_tokens=60, temperature=0.7, seed=5, ignore_eos=True)
+    for turn, cached in enumerate((0, 128, 192)):
+        request = js.Request("talk", told, sampling)
+        (done,) = engine.completions([request])
+        assert done.cached_tokens == cached == (len(told) - 20) // 64 * 64 * (turn > 0)
+        (alone,) = solo.completions([request])
+        assert done.tokens == alone.tokens and done.logprobs == alone.logprobs
+        assert engine.prefixes.unsettled
+        engine.prefixes.settle()
+        told = (*told, *done.tokens, *rng.integers(1, 999, 20).tolist())
+    assert engine.stats.late_compilations == 0
+    _assert_as_new(engine)
+
+
 def _assert_as_new(engine):
     """Every block is free or a visible checkpoint's, nothing is staged, every row is null."""
     assert engine.idle and not engine.schedule.staged

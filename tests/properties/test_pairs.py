@@ -20,6 +20,7 @@ from tests.toy import VOCAB, ToyConfig, ToyLM
 
 HAPPENINGS = (
     "hit", "chunked", "preempted", "abort elsewhere", "continuations", "null rows", "full pool", "salts",
+    "next turn", "pinned",
 )  # fmt: skip
 SIZES = Sizes(rows=4, max_len=320, chunk_tokens=128, decode_steps=4, checkpoints=3)
 STEPS = 200
@@ -70,11 +71,29 @@ class Scene:
         names = ["it/0", "it/1"] if self.has("continuations") else ["it"]
         self.asked = [dataclasses.replace(self.request, id=name) for name in names]
 
+    def _ask(self, prompt: tuple[int, ...]) -> None:
+        self.request = dataclasses.replace(self.request, prompt=prompt)
+        self.asked = [dataclasses.replace(self.request, id=asked.id) for asked in self.asked]
+
     def run(self) -> None:
         engine, has = self.engine, self.has
         before = engine.stats.preemptions
         if has("full pool"):
             self._fill("fill", count=2)
+        if has("next turn"):
+            # What was asked and answered before is where it begins; 64 tokens of both together.
+            before_it = dataclasses.replace(
+                self.request,
+                id="turn",
+                prompt=self.request.prompt[:40],
+                sampling=SamplingParams(max_tokens=26),
+            )
+            self._finish(before_it)
+            engine.prefixes.settle()
+            told = (*before_it.prompt, *self.done["turn"].tokens)
+            self._ask((*told, *self.request.prompt[len(told) :]))
+        if has("pinned"):
+            engine.prefixes.pin(self.request.prompt[:64], self.request.cache_salt)
         if has("hit"):
             # Less of it when the rest is to take two steps all the same.
             stem = self.request.prompt[:80] if has("chunked") else self.request.prompt
@@ -109,6 +128,9 @@ class Scene:
             if running.request.id not in {r.id for r in self.asked} or ended[running.row]:
                 continue
             self.seen |= {"hit"} if running.cached else set()
+            source = running.source
+            self.seen |= {"next turn"} if source and source.writer.endswith("answer") else set()
+            self.seen |= {"pinned"} if source and source.pinned else set()
             left = len(running.request.prompt) - running.cached
             self.seen |= {"chunked"} if left > SIZES.chunk_tokens else set()
             self.seen |= {"null rows"} if len(engine.schedule.running) < SIZES.rows else set()
@@ -138,6 +160,9 @@ def _check(engine: Engine, happenings: frozenset[str], seed: int) -> set[str]:
     _forget(engine)
     scene = Scene(engine, happenings, seed)
     scene.run()
+    if "pinned" in happenings:
+        engine.prefixes.unpin(scene.request.prompt[:64], scene.request.cache_salt)
+    engine.prefixes.settle()
     assert engine.idle and engine.stats.late_compilations == 0
     for request in scene.asked:
         done, alone = scene.done[request.id], _alone(engine, request)
@@ -148,7 +173,7 @@ def _check(engine: Engine, happenings: frozenset[str], seed: int) -> set[str]:
         assert len(done.tokens) == 9
     if "other" in scene.done:
         assert scene.done["other"].cached_tokens == 0
-    if "salts" in happenings and "hit" not in happenings:
+    if "salts" in happenings and not happenings & {"hit", "next turn", "pinned"}:
         first = scene.done[scene.asked[0].id]
         assert first.cached_tokens == 0
     engine.schedule.pool.check()
