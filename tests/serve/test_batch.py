@@ -148,3 +148,30 @@ def test_memory_does_not_grow_with_the_file(backwards, tmp_path):
     peak(4_000)  # fills the interpreter's free lists, which keep thousands of tuples
     # Ten bytes a row would be within noise; a line or a row that is held takes three hundred.
     assert peak(4_000) - peak(1_000) < 10 * 3_000
+
+
+def test_between_lines_answers_are_read_while_there_are_any(backwards):
+    """Somebody who waits for a row before the next line finds what was said last read by then."""
+    reads, writes = os.pipe()
+    engine, rows, idle = backwards(), [], []
+
+    def before_step():
+        if not engine.waiting and not engine.running:
+            idle.append(len(rows))
+            engine.prefixes.unsettled = len(idle) % 3 != 0
+            if not engine.prefixes.unsettled:
+                os.write(writes, line(prompt="next").encode() + b"\n")
+                if len(idle) == 6:
+                    os.close(writes)
+
+    def write(data: bytes) -> None:
+        rows.append(json.loads(data))
+        engine.prefixes.unsettled = len(rows) < 3
+
+    engine.before_step = before_step
+    os.write(writes, line(prompt="first").encode() + b"\n")
+    batch = Batch(engine, LineReader(reads), protocol.Plain(RULES).parse, write, 4, lambda: None)
+    batch.run()
+    os.close(reads)
+    assert [row["text"] for row in rows] == ["tsrif", "txen", "txen"]
+    assert idle == [1, 1, 1, 2, 2, 2]
