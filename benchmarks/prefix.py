@@ -101,10 +101,11 @@ class _Lru(PrefixIndex):
     """The same index with the least recently used checkpoint going first."""
 
     def insert(self, checkpoint: Checkpoint) -> PrefixIndex:
-        return self._put(dataclasses.replace(checkpoint, priority=self._tick()))
+        return self._queued(checkpoint.ranked(0, self._tick()))
 
     def use(self, key: bytes) -> PrefixIndex:
-        return self._put(dataclasses.replace(self.nodes[key], priority=self._tick()))
+        node = self.nodes[key]
+        return self._put(node.ranked(node.uses + 1, self._tick()))
 
     def _tick(self) -> float:
         return float(next(_ticks))

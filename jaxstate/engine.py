@@ -298,7 +298,7 @@ class Engine:
         """Requests that wait for a row."""
         return len(self._queue) + len(self.schedule.waiting)
 
-    def _dispatch(self, *, spare: bool) -> bool:
+    def _dispatch(self, *, spare: bool = False) -> bool:
         begin = time.perf_counter()
         while self._queue and len(self.schedule.waiting) < 2 * self.spec.rows:
             self.schedule = scheduler.submit(self.schedule, self._queue.popleft())

@@ -109,7 +109,7 @@ class PrefixIndex:
             new -= 1
         for key in keys[new:]:
             seen = seen.insert(key)
-        return PrefixIndex(
+        return type(self)(
             self.nodes, seen, before, self.clock, self.pinned, self.seen_limit, self.queue
         )
 
@@ -164,7 +164,7 @@ class PrefixIndex:
         before = self.nodes.get(node.key)
         pinned = self.pinned + node.pinned - (before is not None and before.pinned)
         nodes = self.nodes.insert(node.key, node)
-        return PrefixIndex(
+        return type(self)(
             nodes,
             self.seen,
             self.seen_before,
@@ -176,9 +176,7 @@ class PrefixIndex:
 
     def _without(self, node: Checkpoint, clock: float, queue: heap.Heap | None) -> PrefixIndex:
         nodes, pinned = self.nodes.remove(node.key), self.pinned - node.pinned
-        return PrefixIndex(
-            nodes, self.seen, self.seen_before, clock, pinned, self.seen_limit, queue
-        )
+        return type(self)(nodes, self.seen, self.seen_before, clock, pinned, self.seen_limit, queue)
 
     def _queued(self, node: Checkpoint) -> PrefixIndex:
         queue = heap.push(self.queue, (node.priority, node.key))

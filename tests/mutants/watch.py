@@ -87,8 +87,8 @@ class WatchedEngine(Engine):
         self._seen = _copied(prepared), _copied(state)
         return state, outcome
 
-    def _dispatch(self) -> bool:
-        dispatched = super()._dispatch()
+    def _dispatch(self, *, spare: bool = False) -> bool:
+        dispatched = super()._dispatch(spare=spare)
         if dispatched:
             prepared, after = self._seen
             planned = self._in_flight[-1].planned
