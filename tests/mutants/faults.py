@@ -339,9 +339,9 @@ def null_is_written(patch):
 def draws_by_row(patch):
     sample = step.sample
 
-    def by_row(logits, sampling, position, forced):
+    def by_row(logits, sampling, position, forced, filters=None):
         rows = jnp.arange(logits.shape[0], dtype=jnp.uint32)
-        return sample(logits, sampling.replace(request=rows), position, forced)
+        return sample(logits, sampling.replace(request=rows), position, forced, filters)
 
     patch.setattr(step, "sample", by_row)
 
@@ -350,9 +350,9 @@ def draws_by_step(patch):
     """The draw is keyed by how much is left to do in the batch's first row, not by the token's own position."""
     sample = step.sample
 
-    def by_step(logits, sampling, position, forced):
+    def by_step(logits, sampling, position, forced, filters=None):
         total = jnp.broadcast_to(position.sum(), position.shape)
-        return sample(logits, sampling, total, forced)
+        return sample(logits, sampling, total, forced, filters)
 
     patch.setattr(step, "sample", by_step)
 
@@ -360,8 +360,8 @@ def draws_by_step(patch):
 def takes_nan_for_a_score(patch):
     sample = step.sample
 
-    def all_finite(logits, sampling, position, forced):
-        token, logprob, finite = sample(logits, sampling, position, forced)
+    def all_finite(logits, sampling, position, forced, filters=None):
+        token, logprob, finite = sample(logits, sampling, position, forced, filters)
         return token, logprob, jnp.ones_like(finite)
 
     patch.setattr(step, "sample", all_finite)
