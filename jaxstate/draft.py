@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from jaxstate.plan import HostTables
 from jaxstate.prefix import Checkpoint, Key, holder_of
 from jaxstate.schedule import Running, Schedule, Waiting
@@ -23,6 +25,7 @@ class Draft:
         self.answers = before.answers
         # Checkpoints that rows are yet to start from: letting them go would free nothing.
         self.keep: set[Key] = set()
+        self.preempted: list[str] = []
 
     def schedule(self, pool: BlockPool, tables: HostTables, turn: str) -> Schedule:
         return Schedule(
@@ -90,6 +93,39 @@ class Draft:
             again = [self.running(row) for row in rows]
             dropped = [Waiting(r.request, r.tokens, r.keys, reads=r.reads) for r in again]
             self.answers = (*dropped, *self.answers)[-self.spec.rows :]
+
+    def preempt(self) -> int:
+        """Takes its row from an answer or, if none is being read, from the youngest request; the row."""
+        running = max(
+            (r for r in self.rows if r is not None), key=lambda r: (r.reads == "answer", r.age)
+        )
+        row = running.row
+        self.ledger.release(running.request.id)
+        self.rows[row] = None
+        self.counts = self.counts.put(
+            [row], prompt=0, budget=0, known=0, read=0, made=0, ended=False, spare=False
+        )
+        self.starting = tuple(other for other in self.starting if other != row)
+        sources = [self.running(other).source for other in self.starting]
+        self.keep = {source.key for source in sources if source is not None}
+        if running.reads == "answer":
+            self.answers = (running.again(), *self.answers)[-self.spec.rows :]
+            return row
+        self.waiting = (running.again(), *self.waiting)
+        if not running.reads:
+            self.preempted.append(running.request.id)
+        return row
+
+    def lacking(self, steps: int) -> dict[str, np.ndarray]:
+        """By group with several blocks a sequence: how many each row needs beside its own for its next decode steps."""
+        spec, counts, lacks = self.spec, self.counts, {}
+        for group in spec.groups:
+            per_block = group.tokens_per_block(spec.context_shards)
+            if per_block is not None:
+                tokens = counts.prompt + np.minimum(counts.made + steps, counts.budget)
+                has = np.count_nonzero(self.before.tables[group.name], axis=1)
+                lacks[group.name] = (-(-tokens // per_block) - has) * counts.decoding
+        return lacks
 
 
 def one_each(blocks: Mapping[str, int]) -> dict[str, list[int]]:

@@ -313,6 +313,9 @@ class Engine:
         state, outcome = program(self._params, self.state, planned.plan)
         self._state, self.schedule = state, after
         self._in_flight.append(_Dispatched(planned, outcome))
+        for request_id in planned.preempted:
+            made = tuple(self._progress[request_id].tokens)
+            self.schedule = scheduler.recall(self.schedule, request_id, made)
         for row in np.flatnonzero(planned.plan.admission.rows).tolist():
             self._admitted(after.rows[row])
         self.stats.dispatched(planned, after.pool)
@@ -349,7 +352,7 @@ class Engine:
 
     def _admitted(self, running: Running | None) -> None:
         progress = self._progress.get(running.request.id) if running is not None else None
-        if running is None or progress is None or running.known:
+        if running is None or progress is None or running.order != running.age:
             return
         progress.cached, progress.miss = running.cached, running.miss
         self.stats.admitted(running)

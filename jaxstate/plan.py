@@ -33,8 +33,8 @@ class PlanShape:
 
     `chunk_tokens` is how many prompt tokens one prefill step takes, `decode_steps` how many tokens a row generates in
     one decode step, `copies` how many block copies per group a plan can hold, `checkpoints` how many states a row can
-    leave behind in one prefill step for others to start from. The cell list holds a full row, or one block for every
-    row, whichever is more; the zero list has room for all checkpoints beside that.
+    leave behind in one prefill step for others to start from. The cell list holds a full row, or for every row what it
+    grows by in a decode step, whichever is more; the zero list has room for all checkpoints beside that.
     """
 
     spec: CacheSpec
@@ -45,7 +45,9 @@ class PlanShape:
 
     def width(self, group: str) -> int:
         """Entries in a plan's cell list of this group."""
-        return max(self.spec.rows, self.spec.capacity(group))
+        per_block = self.spec.group(group).tokens_per_block(self.spec.context_shards)
+        growth = 1 if per_block is None else -(-self.decode_steps // per_block)
+        return max(self.spec.rows * growth, self.spec.capacity(group))
 
     def zeros(self, group: str) -> int:
         """Entries in a plan's zero list of this group."""

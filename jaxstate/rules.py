@@ -11,16 +11,21 @@ import numpy as np
 from jaxstate.errors import CapacityError, PlanError
 from jaxstate.plan import Holders, HostTables, PlanShape, Prefill, StepPlan, apply_cells
 from jaxstate.state.pool import BlockPool
-from jaxstate.state.spec import NULL, CacheSpec, GroupSpec
+from jaxstate.state.spec import NULL, CacheSpec
 from pallas_kernels.rows import CHUNK
+
+Spans = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Rows, and from which token to which each of them reads in a step."""
 
 
 def check_plan(
-    plan: StepPlan, shape: PlanShape, tables: HostTables, pool: BlockPool, holders: Holders
-) -> HostTables:
+    plan: StepPlan, shape: PlanShape, tables: HostTables, pool: BlockPool, holders: Holders,
+    spans: Spans | None = None,
+) -> HostTables:  # fmt: skip
     """The tables after the plan, once it is known to break no rule; else nothing has changed.
 
-    `tables` are the host's tables before the plan; `pool` and `holders` are those while it runs.
+    `tables` are the host's tables before the plan; `pool` and `holders` are those while it runs. `spans` are what rows
+    decode; the device knows that by itself, so a plan does not say it.
 
     Raises:
       CapacityError: a cell past the end of its row.
@@ -39,6 +44,8 @@ def check_plan(
         _check_prefill(plan.prefill, shape, after, pool, holders, vacant)
         for group in spec.names:
             _check_checkpoints(plan, plan.prefill, spec, group, after[group], pool)
+    if spans is not None:
+        _check_spans(spans, spec, after, pool, holders)
     return after
 
 
@@ -277,10 +284,7 @@ def _check_prefill(
         raise PlanError(
             "only live rows read tokens", f"row {row} has {lengths[row]} tokens and no request"
         )
-    for i in np.flatnonzero(ends > spec.max_len).tolist():
-        spec.need(int(ends[i]), holders[rows[i]] or "")
-    for group in spec.groups:
-        _check_chunks(group, spec, rows, starts, ends, tables[group.name][rows], pool, holders)
+    _check_spans((rows, starts, ends), spec, tables, pool, holders)
     if _some(prefill.sample[lengths == 0]):
         raise PlanError(
             "only rows with tokens are sampled",
@@ -288,25 +292,32 @@ def _check_prefill(
         )
 
 
-def _check_chunks(
-    group: GroupSpec, spec: CacheSpec, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, ids: np.ndarray,
-    pool: BlockPool, holders: Holders,
-) -> None:  # fmt: skip
-    """What the chunks from `starts` to `ends` would read and write; `ids` are their rows' lines of the table."""
-    per_block = group.tokens_per_block(spec.context_shards) or spec.max_len
-    # What it starts from, if anything, and what it leaves its state in.
-    read, write = np.maximum(starts - 1, 0) // per_block, (ends - 1) // per_block
-    for columns in (read, write):
-        for i in (ids[np.arange(len(rows)), columns] == NULL).nonzero()[0].tolist():
+def _check_spans(
+    spans: Spans, spec: CacheSpec, tables: HostTables, pool: BlockPool, holders: Holders
+) -> None:
+    """Every row has a block of its own wherever it reads and writes; nothing sealed is written."""
+    rows, starts, ends = spans
+    for i in (ends > spec.max_len).nonzero()[0].tolist():
+        spec.need(int(ends[i]), holders[rows[i]] or "")
+    for group in spec.groups:
+        name, ids = group.name, tables[group.name][rows]
+        per_block = group.tokens_per_block(spec.context_shards) or spec.max_len
+        columns = np.arange(ids.shape[1])
+        # What it starts from, if anything, and all that it leaves its state in.
+        read, last = np.maximum(starts - 1, 0) // per_block, (ends - 1) // per_block
+        upto = columns <= last[:, None]
+        null = (ids == NULL) & (columns >= read[:, None]) & upto
+        if _some(null):
+            i, column = (int(at[0]) for at in null.nonzero())
             raise PlanError(
                 "no live row resolves to null",
-                f"group {group.name!r}: {holders[rows[i]]!r} has no block in column {columns[i]} for "
+                f"group {name!r}: {holders[rows[i]]!r} has no block in column {column} for "
                 f"positions {starts[i]} to {ends[i] - 1}",
             )
-    columns = np.arange(ids.shape[1])
-    written = (columns >= starts[:, None] // per_block) & (columns <= write[:, None])
-    for i in np.flatnonzero((pool.sealed[group.name][ids] & written).any(axis=1)).tolist():
-        raise PlanError(
-            "sealed blocks are never written",
-            f"group {group.name!r}: {holders[rows[i]]!r} would write a block in {ids[i, written[i]].tolist()}",
-        )
+        written = pool.sealed[name][ids] & (columns >= starts[:, None] // per_block) & upto
+        if _some(written):
+            i = int(written.nonzero()[0][0])
+            raise PlanError(
+                "sealed blocks are never written",
+                f"group {name!r}: {holders[rows[i]]!r} would write a block in {ids[i, written[i]].tolist()}",
+            )

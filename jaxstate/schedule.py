@@ -23,7 +23,7 @@ from jaxstate.state.spec import CacheSpec
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """A request without a row; after a preemption, with the tokens that it has made already."""
+    """A request without a row; after a preemption with its age and the tokens that it is known to have made."""
 
     request: Request
     tokens: np.ndarray = dataclasses.field(
@@ -32,6 +32,7 @@ class Waiting:
     keys: tuple[Key, ...] = ()
     made: tuple[int, ...] = ()
     reads: str = ""  # for whom it is read: a request, or for later ones, a `pin` or an `answer`
+    age: int = 0  # which admission its first one was; 0 if it never had a row
 
     @property
     def id(self) -> str:
@@ -48,6 +49,7 @@ class Running:
     row: int
     budget: int  # tokens it may generate
     order: int  # of admission
+    age: int  # the order of its first admission
     wants: tuple[int, ...]  # positions where it leaves a checkpoint
     source: Checkpoint | None  # what it starts from
     miss: str | None  # why there is none
@@ -58,6 +60,10 @@ class Running:
     def cached(self) -> int:
         """Prompt tokens taken from the checkpoint."""
         return self.source.position if self.source is not None else 0
+
+    def again(self, made: tuple[int, ...] = ()) -> Waiting:
+        """The request as it waits after a preemption."""
+        return Waiting(self.request, self.tokens, self.keys, made, self.reads, self.age)
 
 
 class Counts(NamedTuple):
@@ -234,9 +240,16 @@ def preempt(schedule: Schedule, request_id: str, made: tuple[int, ...]) -> Sched
     running = next((r for r in schedule.running if r.request.id == request_id), None)
     if running is None or schedule.counts.ended[running.row]:
         return schedule
-    ended = end(schedule, request_id, discard=True)
-    waiting = Waiting(running.request, running.tokens, running.keys, made)
-    return dataclasses.replace(ended, waiting=(waiting, *ended.waiting))
+    ended = end(schedule, request_id)
+    return dataclasses.replace(ended, waiting=(running.again(made), *ended.waiting))
+
+
+def recall(schedule: Schedule, request_id: str, made: tuple[int, ...]) -> Schedule:
+    """Tells a request that was preempted which tokens it has made, so that it makes these again."""
+    waiting = tuple(
+        dataclasses.replace(w, made=made) if w.id == request_id else w for w in schedule.waiting
+    )
+    return dataclasses.replace(schedule, waiting=waiting)
 
 
 def publish(schedule: Schedule, staged: tuple[str, ...]) -> Schedule:

@@ -35,28 +35,15 @@ from jaxstate.schedule import (
     holders_of,
     preempt,
     publish,
+    recall,
     submit,
 )
 from jaxstate.state.ledger import Blocks
-from jaxstate.state.spec import CacheSpec
 from pallas_kernels.rows import CHUNK
 
 __all__ = [
-    "Planned",
-    "Running",
-    "Schedule",
-    "Waiting",
-    "budget_of",
-    "distrust",
-    "end",
-    "forget_prefixes",
-    "keep_answer",
-    "pin",
-    "plan_next",
-    "preempt",
-    "publish",
-    "submit",
-    "unpin",
+    "Planned", "Running", "Schedule", "Waiting", "budget_of", "distrust", "end", "forget_prefixes", "keep_answer",
+    "pin", "plan_next", "preempt", "publish", "recall", "submit", "unpin",
 ]  # fmt: skip
 
 
@@ -72,6 +59,7 @@ class Planned:
     serves: tuple[Running | None, ...]
     at: np.ndarray
     staged: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()  # requests that lost their row for want of blocks
 
 
 def plan_next(
@@ -95,11 +83,13 @@ def plan_next(
     can_decode = np.count_nonzero(draft.counts.decoding) > 0
     # Whom a decode step would not serve is not looked for.
     decodes = can_decode and schedule.turn == "decode"
-    admitted = [] if decodes else _admit(draft, draft.waiting)
+    admitted = [] if decodes else _admit(draft, draft.waiting, decode_steps)
     mine = draft.counts.reading & ~draft.counts.spare
     can_read = not decodes and np.count_nonzero(mine) > 0
     if schedule.unsettled and (can_read or (spare and not can_decode)):
-        admitted += [] if draft.waiting else _admit(draft, draft.answers[::-1], admitted)
+        admitted += (
+            [] if draft.waiting else _admit(draft, draft.answers[::-1], decode_steps, admitted)
+        )
         can_read = can_read or np.count_nonzero(draft.counts.reading) > 0
     if not can_read and not can_decode and not leaving and not schedule.garbage:
         return None
@@ -108,19 +98,20 @@ def plan_next(
     if leaving:
         plan.clear[leaving] = True
     if kind == "prefill":
-        served = _plan_prefill(draft, admitted, plan, tuple(extra_stop_ids))
+        served, spans = _plan_prefill(draft, admitted, plan, tuple(extra_stop_ids)), None
     else:
-        served = _plan_decode(draft, plan, decode_steps)
+        _grow(draft, plan, decode_steps)
+        served, spans = _plan_decode(draft, plan, decode_steps)
     pool = draft.ledger.close()
-    if pool is not schedule.pool:
-        for group, freed in plan.freed.items():
-            # Not what has a new tenant already, nor what is sealed and has other holders.
-            freed[:] = (schedule.pool.refs[group] > 0) & (pool.refs[group] == 0)
-    tables = check_plan(plan, schedule.shape, schedule.tables, pool, holders_of(draft.rows))
+    for group, freed in plan.freed.items():
+        # Not what has a new tenant already, nor what is sealed and has other holders.
+        freed[draft.ledger.returned[group]] = True
+    holders = holders_of(draft.rows)
+    tables = check_plan(plan, schedule.shape, schedule.tables, pool, holders, spans)
     after = draft.schedule(pool, tables, turn="decode" if kind == "prefill" else "prefill")
     serves = [r if s else None for r, s in zip(draft.rows, served.tolist(), strict=True)]
     staged = tuple(h for h in draft.staged if h not in schedule.staged)
-    return after, Planned(kind, plan, tuple(serves), at, staged)
+    return after, Planned(kind, plan, tuple(serves), at, staged, tuple(draft.preempted))
 
 
 def _release(draft: Draft, leaving: list[int]) -> None:
@@ -151,13 +142,17 @@ def _release(draft: Draft, leaving: list[int]) -> None:
 
 
 def _admit(
-    draft: Draft, queue: SequenceOf[Waiting], before: SequenceOf[tuple[Running, Blocks]] = ()
+    draft: Draft,
+    queue: SequenceOf[Waiting],
+    steps: int,
+    before: SequenceOf[tuple[Running, Blocks]] = (),
 ) -> list[tuple[Running, Blocks]]:
     """Gives those in the queue rows and blocks, in order, while the step has tokens for them; the first that does not
     fit ends it. `before` are those to whom this step has given some.
 
     One whose prompt's state is being computed by another waits for that and lets those behind it pass. What is read for
-    its state alone is not, once the state is there.
+    its state alone is not, once the state is there. What rows are about to grow by is left to them, and one that was
+    preempted waits for all that it can ever need.
     """
     if not queue:
         return []
@@ -165,6 +160,7 @@ def _admit(
     left = shape.chunk_tokens - sum(n for _, n in _chunks(draft))
     free_rows = (counts.prompt == 0).nonzero()[0].tolist()
     room = {g: shape.width(g) - sum(len(ids[g]) for _, ids in before) for g in spec.names}
+    growth = {g: int(lacks.clip(min=0).sum()) for g, lacks in draft.lacking(steps).items()}
     coming = {pair for row in counts.reading.nonzero()[0].tolist() for pair in _coming(draft, row)}
     coming |= {(c.position, c.key) for c in draft.staged.values()}
     admitted, passed = [], []
@@ -182,19 +178,22 @@ def _admit(
             passed.append(waiting)
             continue
         budget = budget_of(request, spec)
-        need = spec.need(length + budget, request.id)
+        first = budget if waiting.age else min(budget, 1 + steps)
+        need = spec.need(length + first, request.id)
+        take = {g: n + growth.get(g, 0) for g, n in need.items()}
         if source is not None:
             draft.keep.add(source.key)
-        if source is not None and not draft.make_room(need) and not any(draft.rows):
+        if source is not None and not draft.make_room(take) and not any(draft.rows):
             # Nobody has a block to give back: what it would start from has to go for it.
             draft.keep.discard(source.key)
             source, start = None, 0
             match = Match(None, match.shared, "not_kept")
-        if any(room[g] < n for g, n in need.items()) or not draft.make_room(need):
+        if any(room[g] < n for g, n in need.items()) or not draft.make_room(take):
             passed += queue[place:]
             break
         running = Running(
             request, waiting.tokens, waiting.keys, free_rows[len(admitted)], budget, draft.admitted + 1,
+            age=waiting.age or draft.admitted + 1,
             wants=wanted(match, length) if shape.checkpoints and not waiting.reads else (),
             source=source, miss=match.miss, known=waiting.made, reads=waiting.reads,
         )  # fmt: skip
@@ -272,7 +271,7 @@ def _plan_prefill(
     used, prefill = dict.fromkeys(draft.spec.names, 0), plan.prefill
     assert prefill is not None
     for running, ids in admitted:
-        _write_row(plan, draft.spec, running, ids, used)
+        _write_row(plan, draft, running, ids, used, has={})
         _write_admission(plan, running, extra)
     chunks, counts = _chunks(draft), draft.counts
     rows = [row for row, _ in chunks]
@@ -319,8 +318,24 @@ def _leave_checkpoints(
         slot += 1
 
 
-def _plan_decode(draft: Draft, plan: StepPlan, steps: int) -> np.ndarray:
-    """Generates in every row that has read its prompt; those rows."""
+def _grow(draft: Draft, plan: StepPlan, steps: int) -> None:
+    """Gives rows blocks for their next decode steps, the oldest first; if there are none, the youngest request pays."""
+    lacks, used = draft.lacking(steps), dict.fromkeys(draft.spec.names, 0)
+    rows = {row for lacking in lacks.values() for row in (lacking > 0).nonzero()[0].tolist()}
+    for running in sorted((draft.running(row) for row in rows), key=lambda r: r.age):
+        need = {g: max(0, int(lacking[running.row])) for g, lacking in lacks.items()}
+        while draft.rows[running.row] is running and not draft.make_room(need):
+            plan.clear[draft.preempt()] = True
+        if draft.rows[running.row] is running:
+            has = draft.ledger.held[running.request.id]
+            ids = draft.ledger.allocate(running.request.id, need)
+            _write_row(plan, draft, running, ids, used, has=has)
+
+
+def _plan_decode(
+    draft: Draft, plan: StepPlan, steps: int
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Generates in every row that has read its prompt; those rows, and from where to where each reads."""
     counts, rows = draft.counts, draft.counts.decoding
     for row in (rows & (counts.made < counts.known)).nonzero()[0].tolist():
         made = int(counts.made[row])
@@ -328,23 +343,23 @@ def _plan_decode(draft: Draft, plan: StepPlan, steps: int) -> np.ndarray:
         plan.forced[row, : len(known)] = known
     made = np.where(rows, np.minimum(counts.made + steps, counts.budget), counts.made)
     draft.counts = counts._replace(made=made)
-    return rows
+    # The last token made is not read yet.
+    at, served = counts.prompt - 1, rows.nonzero()[0]
+    return rows, (served, (at + counts.made)[served], (at + made)[served])
 
 
 def _write_row(
-    plan: StepPlan,
-    spec: CacheSpec,
-    running: Running,
-    held: Blocks,
-    used: dict[str, int],
-) -> None:
-    for group in spec.names:
-        ids = held.get(group, ())
-        spec.check_row(group, len(ids), running.request.id)
-        at, cells = slice(used[group], used[group] + len(ids)), plan.cells[group]
-        cells.rows[at], cells.columns[at], cells.ids[at] = running.row, range(len(ids)), ids
-        plan.zero[group][at] = ids
-        used[group] += len(ids)
+    plan: StepPlan, draft: Draft, running: Running, ids: Blocks, used: dict[str, int], *,
+    has: Mapping[str, SequenceOf[int]],
+) -> None:  # fmt: skip
+    """Writes fresh blocks to the row, behind those that it has, and has them zeroed."""
+    for group, new in ids.items():
+        first = len(has.get(group, ()))
+        draft.spec.check_row(group, first + len(new), running.request.id)
+        at, cells = slice(used[group], used[group] + len(new)), plan.cells[group]
+        cells.rows[at], cells.columns[at] = running.row, range(first, first + len(new))
+        cells.ids[at] = plan.zero[group][at] = new
+        used[group] += len(new)
 
 
 def _write_admission(plan: StepPlan, running: Running, extra: tuple[int, ...]) -> None:

@@ -35,6 +35,7 @@ class Stats:
         """Counts a step that is on its way; `pool` is the account while it runs."""
         self.prefill_steps += planned.kind == "prefill"
         self.decode_steps += planned.kind == "decode"
+        self.preemptions += len(planned.preempted)
         for group, refs in pool.refs.items():
             used = len(refs) - 1 - pool.free_count(group)
             self.peak_blocks[group] = max(self.peak_blocks.get(group, 0), used)

@@ -28,7 +28,8 @@ class Ledger:
         self._pool = pool
         self._free, self._refs = dict(pool.free_lists), dict(pool.refs)
         self._sealed = dict(pool.sealed)
-        self._returned: dict[str, list[int]] = {g: [] for g in pool.refs}  # above the free lists
+        # What became free and was not handed out again; it lies above the free lists.
+        self.returned: Blocks = {group: [] for group in pool.refs}
         self._copied: set[tuple[str, str]] = set()
         self.held: Held = pool.held
 
@@ -36,7 +37,7 @@ class Ledger:
         """The pool that the changes come to; the ledger is not to be used any more."""
         if self.held is self._pool.held and not self._copied:
             return self._pool
-        for group, blocks in self._returned.items():
+        for group, blocks in self.returned.items():
             if blocks:
                 self._free[group] = np.concatenate([self._free[group], np.array(blocks, np.int32)])
         for arrays in (self._free, self._refs, self._sealed):
@@ -45,13 +46,13 @@ class Ledger:
         return type(self._pool)(self._free, self._refs, self._sealed, self.held)
 
     def free_count(self, group: str) -> int:
-        return len(self._free[group]) + len(self._returned[group])
+        return len(self._free[group]) + len(self.returned[group])
 
     def short(self, need: Mapping[str, int]) -> int:
         """Blocks that are missing for `allocate`, in the group where most are; 0 if it would succeed."""
         short = 0
         for group, n in need.items():
-            short = max(short, n - len(self._free[group]) - len(self._returned[group]))
+            short = max(short, n - len(self._free[group]) - len(self.returned[group]))
         return short
 
     def allocate(self, holder: str, need: Mapping[str, int]) -> Blocks:
@@ -128,7 +129,7 @@ class Ledger:
 
     def _take(self, group: str, n: int) -> list[int]:
         """The last `n` free blocks, the last one first."""
-        returned, stack = self._returned[group], self._free[group]
+        returned, stack = self.returned[group], self._free[group]
         new = min(n, len(returned))
         taken = returned[len(returned) - new :][::-1]
         del returned[len(returned) - new :]
@@ -151,7 +152,7 @@ class Ledger:
         refs = self._count(group, blocks, -1)
         gone = [block for block in blocks if refs[block] == 0]
         # Freed first to last, so that the last one freed is the next one handed out.
-        self._returned[group] += gone[::-1]
+        self.returned[group] += gone[::-1]
         sealed = self._sealed[group]
         if gone and any(sealed[block] for block in gone):
             self._own("sealed", group)[gone] = False

@@ -102,8 +102,8 @@ def test_br27_one_that_can_never_fit_is_refused_at_once_with_the_numbers():
     assert scheduler.budget_of(request("fits", prompt_of(63), max_tokens=50), schedule.spec) == 1
 
 
-def test_br27_whatever_is_admitted_finishes_and_no_token_is_read_twice():
-    rng = np.random.default_rng(3)
+def test_br27_whatever_is_admitted_finishes_and_no_token_is_read_twice_but_after_a_preemption():
+    rng, lost = np.random.default_rng(3), 0
     for blocks in (17, 19, 33):
         requests = [
             request(f"r{i}", prompt_of(int(rng.integers(1, 240)), i), max_tokens=int(rng.integers(1, 30)))
@@ -116,9 +116,13 @@ def test_br27_whatever_is_admitted_finishes_and_no_token_is_read_twice():
                 for key, n in read(planned).items():
                     assert n > 0
                     total[key] = total.get(key, 0) + n
+            for key in planned.preempted:
+                total[key] = 0
+            lost += len(planned.preempted)
             last = after
         assert total == {r.id: len(r.prompt) for r in requests}
         assert last.idle and last.pool.held == {}
+    assert 0 < lost < 25
 
 
 def test_br23_br24_more_rows_than_blocks_wait_and_do_not_fail():
@@ -158,9 +162,16 @@ def test_inv13_br11_every_block_is_zeroed_by_the_plan_that_hands_it_out():
 
 
 @pytest.mark.parametrize("tokens", [15, 16, 17, 31, 32, 33])
-def test_br22_blocks_for_all_that_may_be_generated_are_there_from_the_start(tokens):
-    schedule, _ = plan(submit(schedule_of(), request("a", prompt_of(tokens - 1), max_tokens=1)))
+def test_br22_blocks_for_the_prompt_and_what_comes_next_are_there_from_the_start(tokens):
+    """Four more tokens a step: the blocks grow before the step that needs them, and are never more than it needs."""
+    schedule, _ = plan(submit(schedule_of(), request("a", prompt_of(tokens - 5), max_tokens=99)))
     assert len(schedule.pool.held["a"]["paged"]) == -(-tokens // 16)
+    for made in (5, 9, 13):
+        schedule, planned = plan(schedule)
+        assert planned.kind == "decode" and schedule.counts.made[0] == made
+        assert len(schedule.pool.held["a"]["paged"]) == -(-(tokens - 5 + made) // 16)
+    once, _ = plan(submit(schedule_of(), request("a", prompt_of(tokens - 1), max_tokens=1)))
+    assert len(once.pool.held["a"]["paged"]) == -(-tokens // 16)
 
 
 def test_inv26_chunks_are_cut_at_multiples_of_the_scan_chunk_only():

@@ -29,7 +29,7 @@ def checks_off(patch: pytest.MonkeyPatch) -> None:
     """Takes out everything by which the host refuses: plan validation, row widths and the pool's guards."""
     count = Ledger._count
 
-    def apply_only(plan, shape, tables, pool, holders):
+    def apply_only(plan, shape, tables, pool, holders, spans=None):
         after = {}
         for group, table in tables.items():
             after[group] = table = np.where(plan.clear[:, None], 0, table)
@@ -55,9 +55,9 @@ def planner(change: Callable[..., None]) -> Patch:
     def put(patch: pytest.MonkeyPatch) -> None:
         check = scheduler.check_plan
 
-        def spoiled(plan, shape, tables, pool, holders):
+        def spoiled(plan, shape, tables, pool, holders, spans=None):
             change(plan, tables, pool, holders)
-            return check(plan, shape, tables, pool, holders)
+            return check(plan, shape, tables, pool, holders, spans)
 
         patch.setattr(scheduler, "check_plan", spoiled)
 

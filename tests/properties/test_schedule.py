@@ -94,7 +94,7 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     # -- what may happen ---------------------------------------------------------------------------
 
-    @rule(wanted=st.lists(st.tuples(lengths, st.integers(1, 9)), min_size=1, max_size=3))
+    @rule(wanted=st.lists(st.tuples(lengths, st.integers(1, 33)), min_size=1, max_size=3))
     def submit(self, wanted):
         self._remember()
         for length, budget in wanted:
@@ -160,8 +160,9 @@ class ScheduleMachine(RuleBasedStateMachine):
             pool, gone = self.schedule.pool.free(name, self.kept[name])
             self.schedule = self._with_pool(pool)
             self.unclean |= set(gone["paged"].tolist())
-        # A prompt takes three chunks at most, and nine tokens four more steps; then there is the clearing.
-        for _ in range(10 * len(self.submitted) + 2):
+        # A prompt takes three chunks at most, and its tokens seventeen more steps; then there is the clearing. Who is
+        # preempted starts again, once the others are done.
+        for _ in range(60 * len(self.submitted) + 2):
             if self.schedule.idle:
                 break
             self.plan()
@@ -170,7 +171,8 @@ class ScheduleMachine(RuleBasedStateMachine):
         for request in self.submitted:
             if request.id not in self.ended:
                 assert self.read[request.id] == list(request.prompt)
-                assert self.served[request.id] >= request.sampling.max_tokens
+                budget = min(request.sampling.max_tokens, SPEC.max_len - len(request.prompt))
+                assert self.served[request.id] >= budget
         for group in SPEC.names:
             assert self.schedule.pool.free_count(group) == SPEC.blocks(group) - 1
 
@@ -201,8 +203,12 @@ class ScheduleMachine(RuleBasedStateMachine):
             r.id for r in self.submitted if r.id not in self.ended or r.id in self.admitted
         ]
         assert self.admitted == waited_for[: len(self.admitted)]
-        waiting = [r.id for r in self.schedule.waiting]
+        waiting = [r.id for r in self.schedule.waiting if not r.age]
         assert waiting == [n for n in waited_for[len(self.admitted) :] if n not in self.ended]
+        # Those that were preempted come first, the oldest at the head.
+        ages = [r.age for r in self.schedule.waiting]
+        lost = len(ages) - len(waiting)
+        assert all(ages[:lost]) and ages[:lost] == sorted(ages[:lost])
 
     @invariant()
     def old_values_are_as_they_were(self):
@@ -228,23 +234,32 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     def _follow(self, before: Schedule, planned: Planned) -> None:
         """Reads the plan as a naive observer: who got in, which tokens are read, how many are made."""
-        leaving = [r for r in before.running if before.counts.leaving[r.row]]
+        leaving = [
+            r for r in before.running
+            if before.counts.leaving[r.row] or r.request.id in planned.preempted
+        ]  # fmt: skip
         was = {r.request.id for r in before.running} - {r.request.id for r in leaving}
         assert np.flatnonzero(planned.plan.clear).tolist() == sorted(r.row for r in leaving)
         news = [r for r in self.schedule.running if r.request.id not in was]
         assert sorted(r.row for r in news) == np.flatnonzero(planned.plan.admission.rows).tolist()
         for running in sorted(news, key=lambda r: r.order):
             name = running.request.id
-            self.admitted.append(name)
+            if name not in self.admitted:
+                self.admitted.append(name)
             self.read[name], self.served[name] = [], 0
             assert planned.plan.admission.budget[running.row] == running.budget
         for group in SPEC.names:
-            given = {b for r in news for b in self.schedule.pool.held[r.request.id][group]}
+            given = []
+            for r in self.schedule.running:
+                had = before.pool.held.get(r.request.id, {}) if r not in news else {}
+                held = self.schedule.pool.held[r.request.id][group]
+                had = had.get(group, ())
+                assert held[: len(had)] == had and (
+                    r in news or planned.kind == "decode" or held == had
+                )
+                given += held[len(had) :]
             zeroed = planned.plan.zero[group]
-            assert sorted(zeroed[zeroed != 0].tolist()) == sorted(given)
-            assert len(given) == sum(
-                len(self.schedule.pool.held[r.request.id][group]) for r in news
-            )
+            assert sorted(zeroed[zeroed != 0].tolist()) == sorted(given) == sorted(set(given))
         prefill = planned.plan.prefill
         for row, running in enumerate(planned.serves):
             if running is None:
