@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,10 +18,13 @@ import numpy as np
 
 from jaxstate import compilation, programs, scheduler
 from jaxstate.errors import JaxstateError, RequestError, SpecError
+from jaxstate.mesh import RankMesh
 from jaxstate.models.base import CausalLM
-from jaxstate.plan import null_plan
+from jaxstate.models.shards import divide
+from jaxstate.plan import StepPlan, null_plan
 from jaxstate.prefixes import Prefixes
 from jaxstate.progress import Progress
+from jaxstate.ranks import Ranks, RankStep, joined
 from jaxstate.request import MAX_STOP_IDS, Completion, Event, Request
 from jaxstate.scheduler import Planned, Running, Schedule
 from jaxstate.sizing import Sizes, choose
@@ -40,12 +40,6 @@ Report = Callable[[str], None]
 
 IN_FLIGHT = 2
 """Steps dispatched and not yet observed: one runs while the next is planned."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dispatched:
-    planned: Planned
-    outcome: Outcome
 
 
 class Engine:
@@ -80,10 +74,15 @@ class Engine:
             raise SpecError(
                 f"the model has {len(eos)} end tokens; the engine compares at most {MAX_STOP_IDS}"
             )
+        sizes = sizes or Sizes()
+        divided = divide(model, sizes.tensor_parallel or 1)
+        device = next(iter(jax.tree.leaves(model)[0].devices()))
+        self.mesh = RankMesh.create(
+            sizes.data_parallel or 1, sizes.tensor_parallel or 1, device, divided.leaf_axes
+        )
         # A flat list of arrays costs a call far less than a module with as many parameters.
-        self._params, tree = jax.tree.flatten(model)
-        self.device = device = next(iter(self._params[0].devices()))
-        self.shape = choose(sizes or Sizes(), groups, device)
+        self._params = self.mesh.place(divided)
+        self.shape = choose(sizes, divided.groups, *self.mesh.devices)
         self.steps_per_dispatch = self.shape.decode_steps
         self.model, self.tokenizer, self.poison = (
             model,
@@ -91,18 +90,18 @@ class Engine:
             poison_by_default() if poison is None else poison,
         )
         self.stats = Stats(peak_blocks=dict.fromkeys(self.spec.names, 0))
-        self.schedule = Schedule.create(self.shape)
+        self.ranks = Ranks.create(self.shape, self.mesh.ranks)
         self._report = report or (lambda line: None)
         self._eos = eos
         self._queue: collections.deque[Request] = collections.deque()
         self._progress: dict[str, Progress] = {}
-        self._in_flight: collections.deque[_Dispatched] = collections.deque()
+        self._in_flight: collections.deque[tuple[RankStep, Outcome]] = collections.deque()
         self._stepping = threading.Lock()
         self._news: list[Event] = []
         self._programs: dict[str, Any] = {}
         self.platform = device.platform
-        runs = programs.runs(tree, self.shape, self.platform, poison=self.poison)
-        self._jitted = {kind: jax.jit(run, donate_argnums=1) for kind, run in runs.items()}
+        runs = programs.runs(divided.tree, self.shape, self.platform, poison=self.poison)
+        self._jitted = {kind: self.mesh.program(run, divided) for kind, run in runs.items()}
         self._state: EngineState | None = None
         self.prefixes = Prefixes(self)
         if self.shape.checkpoints and self.spec.max_len < CHUNK + 2:
@@ -116,13 +115,25 @@ class Engine:
         return self.shape.spec
 
     @property
+    def rows(self) -> int:
+        """Sequences in flight, over all ranks."""
+        return self.spec.rows * self.mesh.ranks
+
+    @property
+    def schedule(self) -> Schedule:
+        """The first rank's schedule, and often the only one."""
+        return self.ranks.schedules[0]
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule) -> None:
+        self.ranks = self.ranks.put(0, schedule)
+
+    @property
     def state(self) -> EngineState:
-        """Tables, cache and rows on the device as of the last step; reading it waits for that step."""
-        state = self._state
-        if state is None:
-            create = functools.partial(EngineState.create, self.spec, poison=self.poison)
-            state = self._state = jax.jit(create)()
-        return state
+        """Tables, cache and rows on the devices, rank after rank, as of the last step; reading it waits for that."""
+        if self._state is None:
+            self._state = self.mesh.create_state(self.spec, poison=self.poison)
+        return self._state
 
     @state.setter
     def state(self, state: EngineState) -> None:
@@ -131,7 +142,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether every request has ended and its row and blocks are free again; there may be answers to read."""
-        return self.schedule.idle and not (self._queue or self._in_flight or self._news)
+        return self.ranks.idle and not (self._queue or self._in_flight or self._news)
 
     @property
     def calm(self) -> bool:
@@ -140,9 +151,10 @@ class Engine:
 
     def lower(self, kind: str) -> Any:
         """The lowered program of that name in `kinds`, for a look at what will run."""
-        return self._jitted[kind].lower(
-            self._params, self.state, null_plan(self.shape, prefill=kind == "prefill")
-        )
+        return self._jitted[kind].lower(self._params, self.state, self._null_plan(kind))
+
+    def _null_plan(self, kind: str) -> StepPlan:
+        return joined([null_plan(self.shape, prefill=kind == "prefill")] * self.mesh.ranks)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -151,10 +163,9 @@ class Engine:
 
     def kernels(self) -> str:
         """What runs the ops of the programs, and why not our own kernels, in a line; nothing is compiled."""
-        state = jax.eval_shape(functools.partial(EngineState.create, self.spec, poison=self.poison))
+        state = jax.eval_shape(lambda: self.mesh.create_state(self.spec, poison=self.poison))
         for kind in self.kinds:
-            plan = null_plan(self.shape, prefill=kind == "prefill")
-            self._jitted[kind].trace(self._params, state, plan)
+            self._jitted[kind].trace(self._params, state, self._null_plan(kind))
         return dispatch.describe(dispatch.chosen())
 
     def compile(self) -> None:
@@ -162,22 +173,9 @@ class Engine:
         if self._programs:
             return
         begin = time.perf_counter()
-
-        def finish(kind: str, lowered: Any, started: float) -> Any:
-            options = programs.options(kind, self.shape, self.platform)
-            program = programs.compiled(lowered, options)
-            self._report(
-                f"compiled {programs.describe(kind, self.shape)}: {time.perf_counter() - started:.1f} s"
-            )
-            return program
-
-        with ThreadPoolExecutor(max_workers=len(self.kinds)) as pool:
-            pending = {}
-            for kind in self.kinds:
-                self._report(f"compiling {programs.describe(kind, self.shape)}")
-                pending[kind] = pool.submit(finish, kind, self.lower(kind), time.perf_counter())
-            self._report(f"kernels {dispatch.describe(dispatch.chosen())}")
-            self._programs = {kind: future.result() for kind, future in pending.items()}
+        self._programs = programs.compile_all(
+            self.kinds, self.lower, self.shape, self.platform, self._report
+        )
         self.stats.programs, self.stats.compile_s = len(self._programs), time.perf_counter() - begin
         jax.block_until_ready(self.state)
 
@@ -223,7 +221,7 @@ class Engine:
         progress = self._progress.get(request_id)
         if progress is not None:
             self._queue = collections.deque(r for r in self._queue if r.id != request_id)
-            event = self._end(progress, progress.finish("aborted"), discard=True)
+            event = self._end(progress, progress.finish("aborted"), None, discard=True)
             self._news += [] if quiet else [event]
 
     def preempt(self, request_id: str) -> None:
@@ -234,9 +232,11 @@ class Engine:
         """
         progress = self._progress.get(request_id)
         if progress is not None:
-            before = self.schedule
-            self.schedule = scheduler.preempt(before, request_id, tuple(progress.tokens))
-            self.stats.preemptions += self.schedule is not before
+            progress.preempted = True
+            for rank, before in enumerate(self.ranks.schedules):
+                after = scheduler.preempt(before, request_id, tuple(progress.tokens))
+                self.ranks = self.ranks.put(rank, after)
+                self.stats.preemptions += after is not before
 
     def step(self) -> list[Event]:
         """Dispatches what can be dispatched, observes the oldest step, and returns the news.
@@ -261,9 +261,9 @@ class Engine:
         while len(self._in_flight) < (1 if spare else IN_FLIGHT) and self._dispatch(spare=spare):
             pass
         news, self._news = self._news, []
-        assert self._in_flight or news or self.idle, f"no step can be planned: {self.schedule}"
+        assert self._in_flight or news or self.idle, f"no step can be planned: {self.ranks}"
         if self._in_flight:
-            news += self._observe(self._in_flight.popleft())
+            news += self._observe(*self._in_flight.popleft())
         self.stats.late_compilations += compilation.count() - compiled
         return news
 
@@ -277,7 +277,7 @@ class Engine:
         mine: set[str] = set()
         try:
             while True:
-                while not exhausted and self.backlog < 2 * self.spec.rows:
+                while not exhausted and self.backlog < 2 * self.rows:
                     request = next(source, None)
                     exhausted = request is None
                     if request is not None:
@@ -296,43 +296,60 @@ class Engine:
     @property
     def backlog(self) -> int:
         """Requests that wait for a row."""
-        return len(self._queue) + len(self.schedule.waiting)
+        return len(self._queue) + self.ranks.waiting
 
     def _dispatch(self, *, spare: bool = False) -> bool:
         begin = time.perf_counter()
-        while self._queue and len(self.schedule.waiting) < 2 * self.spec.rows:
-            self.schedule = scheduler.submit(self.schedule, self._queue.popleft())
-        step = scheduler.plan_next(
-            self.schedule, decode_steps=self.steps_per_dispatch, extra_stop_ids=self._eos, spare=spare,
-        )  # fmt: skip
-        if step is None:
+        room = min(len(self._queue), 2 * self.rows - self.ranks.waiting)
+        self.ranks = self.ranks.submit([self._queue.popleft() for _ in range(room)])
+        planned = self.ranks.plan_next(
+            decode_steps=self.steps_per_dispatch, extra_stop_ids=self._eos, spare=spare
+        )
+        if planned is None:
             return False
-        # The schedule moves on only once the step is on its way: a plan that is refused leaves all as it was.
-        after, planned = step
-        program = self._programs[programs.of(planned, self.kinds)]
-        state, outcome = program(self._params, self.state, planned.plan)
-        self._state, self.schedule = state, after
-        self._in_flight.append(_Dispatched(planned, outcome))
-        for request_id in planned.preempted:
-            made = tuple(self._progress[request_id].tokens)
-            self.schedule = scheduler.recall(self.schedule, request_id, made)
-        for row in np.flatnonzero(planned.plan.admission.rows).tolist():
-            self._admitted(after.rows[row])
-        self.stats.dispatched(planned, after.pool)
+        # The schedules move on only once the step is on its way: a plan that is refused leaves all as it was.
+        after, step = planned
+        state, outcome = self._programs[programs.of(step, self.kinds)](
+            self._params, self.state, step.plan
+        )
+        self._state, self.ranks = state, after
+        self._in_flight.append((step, outcome))
+        for rank, mine in enumerate(step.planned):
+            for request_id in mine.preempted if mine is not None else ():
+                progress = self._progress[request_id]
+                progress.preempted = True
+                schedule = self.ranks.schedules[rank]
+                schedule = scheduler.recall(schedule, request_id, tuple(progress.tokens))
+                self.ranks = self.ranks.put(rank, schedule)
+        self.stats.dispatched(step, after)
+        rows = [row for schedule in after.schedules for row in schedule.rows]
+        for row in np.flatnonzero(step.plan.admission.rows).tolist():
+            self._admitted(rows[row])
         self.stats.plan_s += time.perf_counter() - begin
         return True
 
-    def _observe(self, dispatched: _Dispatched) -> list[Event]:
+    def _observe(self, step: RankStep, outcome: Outcome) -> list[Event]:
         begin = time.perf_counter()
-        outcome = jax.device_get(dispatched.outcome)
+        outcome = jax.device_get(outcome)
         self.stats.wait_s += time.perf_counter() - begin
-        # The step has completed: what it left behind may be read from now on, unless its writer broke.
-        serves, bad = dispatched.planned.serves, outcome.bad.any(axis=0)
+        events, rows = [], self.spec.rows
+        for rank, planned in enumerate(step.planned):
+            if planned is not None:
+                mine = slice(rank * rows, (rank + 1) * rows)
+                share = jax.tree.map(lambda x, mine=mine: x[:, mine], outcome)
+                events += self._take(rank, planned, share)
+        return events
+
+    def _take(self, rank: int, planned: Planned, outcome: Outcome) -> list[Event]:
+        """What a step that was seen to complete made on one rank."""
+        # What it left behind may be read from now on, unless its writer broke.
+        schedule, serves = self.ranks.schedules[rank], planned.serves
+        bad = outcome.bad.any(axis=0)
         for row in bad.nonzero()[0].tolist():
             if (broken := serves[row]) is not None:
-                self.schedule = scheduler.distrust(self.schedule, broken.request.id)
-        self.schedule = scheduler.publish(self.schedule, dispatched.planned.staged)
-        events, at = [], dispatched.planned.at.tolist()
+                schedule = scheduler.distrust(schedule, broken.request.id)
+        self.ranks = self.ranks.put(rank, scheduler.publish(schedule, planned.staged))
+        events, at = [], planned.at.tolist()
         for row, (tokens, logprobs) in enumerate(outcome.by_row()):
             running = serves[row]
             progress = self._progress.get(running.request.id) if running is not None else None
@@ -345,7 +362,7 @@ class Engine:
             if event is None:
                 continue
             if event.completion is not None:
-                event = self._end(progress, event)
+                event = self._end(progress, event, rank)
             if event.tokens or event.text or event.completion is not None:
                 events.append(event)
         return events
@@ -357,13 +374,20 @@ class Engine:
         progress.cached, progress.miss = running.cached, running.miss
         self.stats.admitted(running)
 
-    def _end(self, progress: Progress, event: Event, *, discard: bool = False) -> Event:
+    def _end(
+        self, progress: Progress, event: Event, rank: int | None, *, discard: bool = False
+    ) -> Event:
         request = progress.request
         del self._progress[request.id]
-        self.schedule = scheduler.end(self.schedule, request.id, discard=discard)
+        # One that was preempted may by now wait on another rank than the one that it ran on.
+        for where, schedule in enumerate(self.ranks.schedules):
+            if where == rank or rank is None or progress.preempted:
+                schedule = scheduler.end(schedule, request.id, discard=discard)
+                self.ranks = self.ranks.put(where, schedule)
         done = event.completion
-        if done is not None and done.finish_reason in ("stop", "length"):
-            self.schedule = scheduler.keep_answer(self.schedule, request, done.tokens)
+        if rank is not None and done is not None and done.finish_reason in ("stop", "length"):
+            schedule = scheduler.keep_answer(self.ranks.schedules[rank], request, done.tokens)
+            self.ranks = self.ranks.put(rank, schedule)
         self.stats.generated_tokens += len(progress.tokens)
         return event
 
@@ -374,4 +398,4 @@ class Engine:
                 yield event.completion
 
     def __repr__(self) -> str:
-        return f"Engine({self.schedule}, {self.stats})"
+        return f"Engine({self.ranks}, {self.stats})"

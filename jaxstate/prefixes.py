@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ class Prefixes:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._place = jax.jit(place_step, donate_argnums=0)
+        self._place = engine.mesh.placing(place_step)
 
     def pin(self, tokens: Sequence[int], salt: str = "") -> int:
         """Keeps the state after these tokens, up to the last whole 64, until `unpin`; how many tokens that are.
@@ -43,17 +44,18 @@ class Prefixes:
         self._check()
         engine = self._engine
         engine.check_tokens(tokens)
-        engine.schedule = scheduler.pin(engine.schedule, tokens, salt)
+        engine.ranks = engine.ranks.each(lambda s: scheduler.pin(s, tokens, salt))
         return len(tokens) // CHUNK * CHUNK
 
     def unpin(self, tokens: Sequence[int], salt: str = "") -> None:
         """Lets the state after these tokens go like any other from now on; RequestError when it is not pinned."""
-        self._engine.schedule = scheduler.unpin(self._engine.schedule, tokens, salt)
+        ranks = self._engine.ranks
+        self._engine.ranks = ranks.each(lambda s: scheduler.unpin(s, tokens, salt))
 
     @property
     def unsettled(self) -> bool:
         """Whether `settle` has something to do."""
-        return self._engine.schedule.unsettled
+        return self._engine.ranks.unsettled
 
     def settle(self) -> None:
         """Reads the answers that nobody has read, so that a next turn starts after them; what waits is done with first.
@@ -74,10 +76,14 @@ class Prefixes:
         """
         engine = self._engine
 
-        def place(blocks: Blocks, state: dict[str, Any]) -> None:
-            engine.state = self._place(engine.state, ids_of(blocks), state)
+        store, stored = self._store(folder), Stored()
 
-        engine.schedule, stored = prefix_store.load(self._store(folder), engine.schedule, place)
+        def place(rank: int, blocks: Blocks, state: dict[str, Any]) -> None:
+            engine.state = self._place(engine.state, engine.mesh.only(rank, ids_of(blocks)), state)
+
+        for rank, schedule in enumerate(engine.ranks.schedules):
+            schedule, stored = prefix_store.load(store, schedule, functools.partial(place, rank))
+            engine.ranks = engine.ranks.put(rank, schedule)
         return stored
 
     def save(self, folder: str | os.PathLike, *, most_bytes: int | None = None) -> Stored:
@@ -92,13 +98,17 @@ class Prefixes:
         def fetch(blocks: Blocks) -> dict[str, Any]:
             return jax.device_get({g: cache.read(g, i) for g, i in ids_of(blocks).items()})
 
-        store, index = self._store(folder), self._engine.schedule.index
+        store, index = self._store(folder), self._engine.ranks.index
         return prefix_store.save(store, index, fetch, most_bytes)
 
     def _store(self, folder: str | os.PathLike) -> PrefixStore:
         self._check()
         engine = self._engine
-        return PrefixStore.of(folder, engine.model, engine.shape, engine.device)
+        if engine.mesh.shards > 1:
+            raise SpecError(
+                "with tensor_parallel the states of prefixes are not stored in a folder"
+            )
+        return PrefixStore.of(folder, engine.model, engine.shape, engine.mesh.devices[0])
 
     def _check(self) -> None:
         if not self._engine.shape.checkpoints:

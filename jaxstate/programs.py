@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
 from jaxstate.plan import PlanShape
-from jaxstate.scheduler import Planned
+from jaxstate.ranks import RankStep
 from jaxstate.step import decode_step, prefill_step
+from pallas_kernels import dispatch
 
 CUBLAS_ROWS = 32
 """From so many rows on cuBLAS's products are as fast as XLA's own, and sum over parts within their launch."""
@@ -35,13 +38,13 @@ def runs(tree: Any, shape: PlanShape, platform: str, *, poison: bool) -> dict[st
     }
 
 
-def of(planned: Planned, kinds: tuple[str, ...]) -> str:
-    """The name of the program that runs a plan, of those that there are."""
-    filtered = f"{planned.kind}_filtered"
+def of(step: RankStep, kinds: tuple[str, ...]) -> str:
+    """The name of the program that runs a step, of those that there are."""
+    filtered = f"{step.kind}_filtered"
     if filtered not in kinds:
-        return planned.kind
-    some = any(r is not None and r.request.sampling.filters for r in planned.serves)
-    return filtered if some else planned.kind
+        return step.kind
+    some = any(r is not None and r.request.sampling.filters for r in step.serves)
+    return filtered if some else step.kind
 
 
 def describe(kind: str, shape: PlanShape) -> str:
@@ -67,6 +70,26 @@ def compiled(lowered: Any, options: dict[str, Any]) -> Any:
         if "No such compile option" not in str(error):
             raise
         return lowered.compile()
+
+
+def compile_all(
+    kinds: tuple[str, ...], lower: Callable[[str], Any], shape: PlanShape, platform: str,
+    report: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """The programs of these kinds, compiled at once, saying so."""
+
+    def finish(kind: str, lowered: Any, started: float) -> Any:
+        program = compiled(lowered, options(kind, shape, platform))
+        report(f"compiled {describe(kind, shape)}: {time.perf_counter() - started:.1f} s")
+        return program
+
+    with ThreadPoolExecutor(max_workers=len(kinds)) as pool:
+        pending = {}
+        for kind in kinds:
+            report(f"compiling {describe(kind, shape)}")
+            pending[kind] = pool.submit(finish, kind, lower(kind), time.perf_counter())
+        report(f"kernels {dispatch.describe(dispatch.chosen())}")
+        return {kind: future.result() for kind, future in pending.items()}
 
 
 def _run_prefill(params, state, plan, *, tree, spec, **options):

@@ -26,6 +26,7 @@ class Progress:
     cached: int = 0  # prompt tokens taken from a checkpoint
     miss: str | None = None  # why there was none
     first_token_s: float = 0.0
+    preempted: bool = False
 
     @classmethod
     def start(

@@ -21,6 +21,8 @@ BOUNDS = {
     "chunk_tokens": (CHUNK, 2**20),
     "decode_steps": (1, 1_024),
     "checkpoints": (0, 2**20),
+    "data_parallel": (1, 2**16),
+    "tensor_parallel": (1, 2**10),
 }
 """Least and most of each size; past these a program could not be compiled or would never end."""
 
@@ -36,11 +38,13 @@ class Sizes:
     """The static sizes of an engine; None means chosen for the device.
 
     Args:
-      rows: sequences in flight.
+      rows: sequences in flight on each rank.
       max_len: most tokens of one sequence, prompt and generated.
       chunk_tokens: prompt tokens that one step reads, a multiple of the scan chunk (64).
       decode_steps: tokens that each row generates in one dispatch.
       checkpoints: states kept for prompts that begin like earlier ones; 0 turns prefix reuse off.
+      data_parallel: ranks, each a device with rows, blocks and checkpoints of its own; None is one.
+      tensor_parallel: devices of each rank, which share the model's heads and channels and their state; None is one.
 
     Raises:
       SpecError: a size that cannot be.
@@ -51,6 +55,8 @@ class Sizes:
     chunk_tokens: int | None = None
     decode_steps: int | None = None
     checkpoints: int | None = None
+    data_parallel: int | None = None
+    tensor_parallel: int | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -76,17 +82,17 @@ def free_bytes(device: Device) -> int | None:
     return None if limit is None else int(limit - stats.get("bytes_in_use", 0))
 
 
-def choose(sizes: Sizes, groups: tuple[GroupSpec, ...], device: Device) -> PlanShape:
-    """The shape of the plans for these groups on this device.
+def choose(sizes: Sizes, groups: tuple[GroupSpec, ...], *devices: Device) -> PlanShape:
+    """The shape of one rank's plans for these groups, which all of these devices have room for.
 
     Raises:
       SpecError: what is asked for does not fit the device's memory, with what would.
     """
-    gpu = device.platform != "cpu"
+    gpu = devices[0].platform != "cpu"
     max_len = sizes.max_len or (131_072 if all(g.block_size is None for g in groups) else 4_096)
     row = CacheSpec(groups, rows=1, max_len=max_len).bytes_per_sequence
     kept = sum(g.bytes_per_block for g in groups)  # one checkpoint, and as much again for null
-    free = free_bytes(device)
+    free = min((n for n in map(free_bytes, devices) if n is not None), default=None)
     room = None if free is None else int(free * STATE_SHARE) - kept
     rows = sizes.rows or (8 if room is None else max(1, min(256, (room - room // 4) // row)))
     left = CPU_CHECKPOINT_BYTES if room is None else room - rows * row

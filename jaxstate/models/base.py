@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxstate.models.layers import Embedding, Head, RMSNorm
+from jaxstate.models.shards import Cut
 from jaxstate.state import GroupSpec, StateCache
 from jaxstate.state.spec import format_bytes
 from jaxstate.typing import Array, Float, Float32, Int, PyTree
@@ -110,6 +111,8 @@ class CausalLM(nnx.Module):
     """
 
     family: ClassVar[str]
+    leaf_axes: ClassVar[dict[str, int]]
+    """Per leaf of a block, which of its axes is cut where the model is divided into shards."""
     GROUP: ClassVar[str] = "mamba"
 
     def __init__(self, config: Config, dtype: Any, state_dtype: Any, mixers: Sequence[Mixer]):
@@ -127,6 +130,19 @@ class CausalLM(nnx.Module):
     def leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
         """One layer's share of one sequence's state."""
         raise NotImplementedError
+
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        """How the tensors of a mixer are cut into shards, by their names in it; the others are in each shard whole.
+
+        Raises:
+          SpecError: the sizes do not divide.
+        """
+        raise NotImplementedError
+
+    def blueprint(self, shards: int) -> CausalLM:
+        """A model like this one, or one of its shards, with descriptions of tensors for arrays."""
+        kind: Any = type(self)
+        return kind(self.config, self.dtype, self.state_dtype, shards=shards)
 
     def groups(self) -> tuple[GroupSpec, ...]:
         """The state layout, as a cache needs it."""

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from jaxstate.models import tensors
+from jaxstate.models.shards import total
 from jaxstate.models.tensors import Tensor
 from jaxstate.typing import Array, BFloat16, Float, Float32, Int
 
@@ -104,7 +105,7 @@ class GatedRMSNorm(nnx.Module):
         self, x: Float[Array, "... d"], gate: Float[Array, "... d"]
     ) -> Float[Array, "... d"]:
         """The gated and normed input, in the dtype of the scale."""
-        return self.normed(x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32)))
+        return self.normed(self.gated(x, gate))
 
     def normed(self, gated: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """The norm of an input that was gated before."""
@@ -112,6 +113,12 @@ class GatedRMSNorm(nnx.Module):
         split = x.reshape((*x.shape[:-1], self.groups, -1))
         normed = rms_normalise(split, self.eps).reshape(x.shape)
         return (normed * weight.astype(jnp.float32)).astype(weight.dtype)
+
+    def gated(
+        self, x: Float[Array, "... d"], gate: Float[Array, "... d"]
+    ) -> Float32[Array, "... d"]:
+        """The input times the SiLU of the gate, not normed yet."""
+        return x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
 
 
 class Linear(nnx.Module):
@@ -121,9 +128,12 @@ class Linear(nnx.Module):
         self.weight = parameter(f"{name}.weight", (outputs, inputs), tensors.fan_in, factor=True)
         self.bias = parameter(f"{name}.bias", (outputs,), tensors.zeros) if bias else None
 
-    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
-        """`W x + b`."""
-        y = matmul(x, self.weight[...], x.dtype)
+    def __call__(self, x: Float[Array, "... in"], shards: int = 1) -> Float[Array, "... out"]:
+        """`W x + b`; where the inputs are divided over shards, summed over them."""
+        if shards == 1:
+            y = matmul(x, self.weight[...], x.dtype)
+        else:
+            y = total(matmul(x, self.weight[...], jnp.float32)).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...]
 
 

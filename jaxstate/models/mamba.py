@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxstate.models import tensors
 from jaxstate.models.base import CausalLM, Leaves
 from jaxstate.models.fields import Fields
 from jaxstate.models.layers import Linear, ShortConv, parameter, rms_normalise, value
+from jaxstate.models.shards import Cut, Section, check_divides
 from jaxstate.typing import Array, Float
 from pallas_kernels.rows import RowIds, Rows
 
@@ -96,13 +97,18 @@ class MambaConfig:
     def model_type(self) -> str:
         return "mamba" if self.mixer_rms_eps is None else "falcon_mamba"
 
+    def shard(self, shards: int) -> MambaConfig:
+        """The sizes of one shard's mixers; SpecError when the channels do not divide."""
+        check_divides("intermediate_size", self.intermediate_size, shards)
+        return dataclasses.replace(self, intermediate_size=self.intermediate_size // shards)
+
 
 class MambaMixer(nnx.Module):
-    """Projection, short convolution, selective scan with gate, projection."""
+    """Projection, short convolution, selective scan with gate, projection; or one shard of that."""
 
-    def __init__(self, name: str, config: MambaConfig):
-        c = config
-        self.config = config
+    def __init__(self, name: str, config: MambaConfig, shards: int = 1):
+        c = self.config = config.shard(shards)
+        self.shards = shards
         inner, selected = c.intermediate_size, c.time_step_rank + 2 * c.state_size
         self.in_proj = Linear(f"{name}.in_proj", c.hidden_size, 2 * inner, bias=c.use_bias)
         self.conv1d = ShortConv(f"{name}.conv1d", inner, c.conv_kernel, bias=c.use_conv_bias)
@@ -133,7 +139,7 @@ class MambaMixer(nnx.Module):
             inner, dt, self._A(), B, C, self.D[...], gate, self.dt_bias[...], pools["ssm"], layer,
             rows,
         )  # fmt: skip
-        return self.out_proj(y), {"conv": windows, "ssm": states}
+        return self.out_proj(y, self.shards), {"conv": windows, "ssm": states}
 
     def constants(self) -> Array:
         """What decoding needs beside the parameters themselves: the decay rates."""
@@ -153,12 +159,15 @@ class MambaMixer(nnx.Module):
             inner, dt, constants, B, C, self.D[...], gate, self.dt_bias[...], pools["ssm"], layer,
             rows.read_ids, rows.write_ids,
         )  # fmt: skip
-        return self.out_proj(y), {"conv": windows, "ssm": states}
+        return self.out_proj(y, self.shards), {"conv": windows, "ssm": states}
 
     def _select(self, inner: Array) -> tuple[Array, pk.Columns | Array, pk.Columns | Array]:
-        """The step size before its bias and softplus, and the input and output maps of the state."""
-        c = self.config
-        parts = pk.split(self.x_proj(inner), c.time_step_rank, c.state_size, c.state_size)
+        """The step size before its bias and softplus, and the input and output maps of the state.
+
+        They depend on all channels, so that shards sum here too, before the scan.
+        """
+        c, chosen = self.config, self.x_proj(inner, self.shards)
+        parts = pk.split(chosen, c.time_step_rank, c.state_size, c.state_size)
         if c.mixer_rms_eps is not None:
             parts = [part.sliced() for part in parts]
             dt, B, C = [rms_normalise(part, c.mixer_rms_eps).astype(part.dtype) for part in parts]
@@ -175,17 +184,32 @@ class MambaLM(CausalLM):
 
     family = "mamba"
     config: MambaConfig
+    leaf_axes: ClassVar = {"conv": 1, "ssm": 1}
 
-    def __init__(self, config: MambaConfig, dtype: Any, state_dtype: Any = jnp.float32):
+    def __init__(
+        self, config: MambaConfig, dtype: Any, state_dtype: Any = jnp.float32, *, shards: int = 1
+    ):
+        self.shards = shards
         mixers = [
-            MambaMixer(f"backbone.layers.{i}.mixer", config)
+            MambaMixer(f"backbone.layers.{i}.mixer", config, shards)
             for i in range(config.num_hidden_layers)
         ]
         super().__init__(config, dtype, state_dtype, mixers)
 
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        """By channels."""
+        inner = Section(self.config.intermediate_size, shards)
+        first, second = Cut(0, (inner,)), Cut(1, (inner,))
+        return {
+            "in_proj.weight": Cut(0, (inner, inner)),
+            "in_proj.bias": Cut(0, (inner, inner)),
+            **dict.fromkeys(("conv1d.weight", "x_proj.weight", "out_proj.weight"), second),
+            **dict.fromkeys(("conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D"), first),
+        }
+
     def leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The last inputs of the convolution, and the state of each channel, channels contiguous."""
-        c = self.config
+        c = self.config.shard(self.shards)
         state = (c.state_size, c.intermediate_size)
         return {
             "conv": jax.ShapeDtypeStruct((c.conv_kernel - 1, c.intermediate_size), self.dtype),

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import pallas_kernels as pk
+from jaxstate.errors import SpecError
 from jaxstate.models import tensors
 from jaxstate.models.base import CausalLM, Leaves
 from jaxstate.models.fields import Fields
-from jaxstate.models.layers import GatedRMSNorm, Linear, ShortConv, parameter, value
+from jaxstate.models.layers import GatedRMSNorm, Linear, ShortConv, matmul, parameter, value
+from jaxstate.models.shards import Cut, Section, check_divides, normed_total
 from jaxstate.typing import Array, Float
 from pallas_kernels.rows import RowIds, Rows
 
@@ -107,13 +109,27 @@ class Mamba2Config:
     def conv_size(self) -> int:
         return self.inner_size + 2 * self.n_groups * self.state_size
 
+    def shard(self, shards: int) -> Mamba2Config:
+        """The sizes of one shard's mixers. A group that several shards need is in each of them.
+
+        Raises:
+          SpecError: the heads do not divide, or would be cut within a group and across groups at once.
+        """
+        check_divides("num_heads", self.num_heads, shards)
+        if self.n_groups % shards and shards % self.n_groups:
+            raise SpecError(
+                f"tensor_parallel is {shards} and n_groups is {self.n_groups}; one must divide the other"
+            )
+        groups = max(1, self.n_groups // shards)
+        return dataclasses.replace(self, num_heads=self.num_heads // shards, n_groups=groups)
+
 
 class Mamba2Mixer(nnx.Module):
-    """Projection, short convolution, state space recurrence, gated norm, projection."""
+    """Projection, short convolution, state space recurrence, gated norm, projection; or one shard of that."""
 
-    def __init__(self, name: str, config: Mamba2Config):
-        c = config
-        self.config = config
+    def __init__(self, name: str, config: Mamba2Config, shards: int = 1):
+        c = self.config = config.shard(shards)
+        self.shards, self.norm_groups = shards, config.n_groups
         projected = c.inner_size + c.conv_size + c.num_heads
         self.in_proj = Linear(f"{name}.in_proj", c.hidden_size, projected, bias=c.use_bias)
         self.conv1d = ShortConv(f"{name}.conv1d", c.conv_size, c.conv_kernel, bias=c.use_conv_bias)
@@ -158,8 +174,7 @@ class Mamba2Mixer(nnx.Module):
             self.dt_bias[...], pools["conv"], pools["ssm"], layer, rows.read_ids, rows.write_ids,
             gate, n_groups=c.n_groups, dt_limit=c.time_step_limit, activation="silu",
         )  # fmt: skip
-        y = self.norm.normed(y.reshape((-1, c.inner_size)))
-        return self.out_proj(y), {"conv": windows, "ssm": states}
+        return self._close(y.reshape((-1, c.inner_size))), {"conv": windows, "ssm": states}
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
         c = self.config
@@ -178,7 +193,22 @@ class Mamba2Mixer(nnx.Module):
         return -jnp.exp(self.A_log[...])
 
     def _finish(self, y: Array, gate: Array) -> Array:
-        return self.out_proj(self.norm(y.reshape(gate.shape), gate))
+        return self._close(self.norm.gated(y.reshape(gate.shape), gate))
+
+    def _close(self, gated: Array) -> Array:
+        """Norm and output projection of what was gated, summed over the shards."""
+        if self.shards <= self.norm_groups:
+            return self.out_proj(self.norm.normed(gated), self.shards)
+        c, gated, scale = self.config, gated.astype(jnp.float32), self.norm.weight[...]
+        partial = matmul(
+            (gated * scale.astype(jnp.float32)).astype(scale.dtype), self.out_proj.weight[...], jnp.float32
+        )  # fmt: skip
+        squares = (gated * gated).sum(-1, keepdims=True)
+        width = c.inner_size * self.shards // self.norm_groups
+        y = normed_total(partial, squares, self.norm_groups, self.shards, width, self.norm.eps)
+        y = y.astype(scale.dtype)
+        bias = value(self.out_proj.bias)
+        return y if bias is None else y + bias
 
 
 class Mamba2LM(CausalLM):
@@ -186,17 +216,37 @@ class Mamba2LM(CausalLM):
 
     family = "mamba2"
     config: Mamba2Config
+    leaf_axes: ClassVar = {"conv": 1, "ssm": 0}
 
-    def __init__(self, config: Mamba2Config, dtype: Any, state_dtype: Any = jnp.float32):
+    def __init__(
+        self, config: Mamba2Config, dtype: Any, state_dtype: Any = jnp.float32, *, shards: int = 1
+    ):
+        self.shards = shards
         mixers = [
-            Mamba2Mixer(f"backbone.layers.{i}.mixer", config)
+            Mamba2Mixer(f"backbone.layers.{i}.mixer", config, shards)
             for i in range(config.num_hidden_layers)
         ]
         super().__init__(config, dtype, state_dtype, mixers)
 
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        """By heads; the input and output maps by groups."""
+        c = self.config
+        inner, heads = Section(c.inner_size, shards), Section(c.num_heads, shards)
+        shared = Section(c.n_groups * c.state_size, min(c.n_groups, shards))
+        projected = (inner, inner, shared, shared, heads)
+        return {
+            "in_proj.weight": Cut(0, projected),
+            "in_proj.bias": Cut(0, projected),
+            "conv1d.weight": Cut(1, (inner, shared, shared)),
+            "conv1d.bias": Cut(0, (inner, shared, shared)),
+            **dict.fromkeys(("A_log", "D", "dt_bias"), Cut(0, (heads,))),
+            "norm.weight": Cut(0, (inner,)),
+            "out_proj.weight": Cut(1, (inner,)),
+        }
+
     def leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The last inputs of the convolution, and the state of each head."""
-        c = self.config
+        c = self.config.shard(self.shards)
         state = (c.num_heads, c.head_dim, c.state_size)
         return {
             "conv": jax.ShapeDtypeStruct((c.conv_kernel - 1, c.conv_size), self.dtype),

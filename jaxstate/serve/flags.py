@@ -11,7 +11,8 @@ from jaxstate.serve import protocol
 
 PROG = "python -m jaxstate.serve"
 STORE_BYTES = "8GiB"
-SIZES = ("rows", "max_len", "chunk_tokens", "decode_steps", "checkpoints")
+SIZES = ("rows", "max_len", "chunk_tokens", "decode_steps", "checkpoints", "data_parallel",
+         "tensor_parallel")  # fmt: skip
 
 DESCRIPTION = """\
 Generate text for every line of a file. One line in, one row out, as soon as it is done;
@@ -160,7 +161,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "static sizes, chosen for the device where not given"
     ).add_argument
-    add("--rows", type=_size, metavar="N", help="sequences in flight")
+    add("--rows", type=_size, metavar="N", help="sequences in flight on each device that is used")
     add(
         "--max-len", type=_length, metavar="N", help="longest sequence, prompt and generated tokens"
     )
@@ -173,6 +174,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     add("--checkpoints", type=_count, metavar="N",
         help="states kept for prompts that begin alike; 0 turns prefix reuse off")  # fmt: skip
+    add("--data-parallel", type=_size, metavar="N",
+        help="devices to spread the prompts over; each has the model and rows of its own (1)")  # fmt: skip
+    add("--tensor-parallel", type=_size, metavar="N",
+        help="devices that share the heads and channels of one model, for each of the former (1)")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16", "float16"),
         help="of weights and activations; recurrent state is float32 always")  # fmt: skip
 

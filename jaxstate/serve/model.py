@@ -38,7 +38,7 @@ class Loaded:
     @property
     def rows(self) -> int:
         """Sequences in flight."""
-        return self.engine.spec.rows
+        return self.engine.rows
 
     @property
     def prompt_bytes(self) -> int | None:
@@ -56,7 +56,7 @@ class Loaded:
             ("model", f"{self.name}, {type(engine.model).__name__}, {self.vocab_size:,} token ids"),
             ("tokenizer", tokenizer),
             ("weights", format_bytes(weights)),
-            ("device", jax.devices()[0].device_kind),
+            ("device", _describe_devices(engine)),
             *[("group", _describe_group(group)) for group in spec.groups],
             ("sequence", f"{format_bytes(spec.bytes_per_sequence)} of state, however short its text; "
              f"up to {spec.max_len:,} tokens"),
@@ -81,6 +81,8 @@ class Loaded:
                 "chunk_tokens": engine.shape.chunk_tokens,
                 "decode_steps": engine.steps_per_dispatch,
                 "checkpoints": _checkpoints(engine),
+                "data_parallel": engine.mesh.ranks,
+                "tensor_parallel": engine.mesh.shards,
             },
             "blocks": {
                 name: {"peak": stats.peak_blocks[name], "pool": spec.blocks(name) - 1}
@@ -88,6 +90,13 @@ class Loaded:
             },
             "engine": dataclasses.asdict(stats),
         }
+
+
+def _describe_devices(engine: Engine) -> str:
+    kind, ranks, shards = engine.mesh.devices[0].device_kind, engine.mesh.ranks, engine.mesh.shards
+    if shards > 1:
+        return f"{ranks * shards} of {kind}, {shards} to a model; what follows is on each"
+    return kind if ranks == 1 else f"{ranks} of {kind}; what follows is on each"
 
 
 def _checkpoints(engine: Engine) -> int:

@@ -126,29 +126,27 @@ def leaves_early(patch):
 
 
 def credits_new_tenant(patch):
-    observe = engine.Engine._observe
+    take = engine.Engine._take
 
-    def by_row(self, dispatched):
-        planned = dataclasses.replace(dispatched.planned, serves=self.schedule.rows)
-        return observe(self, dataclasses.replace(dispatched, planned=planned))
+    def by_row(self, rank, planned, outcome):
+        serves = self.ranks.schedules[rank].rows
+        return take(self, rank, dataclasses.replace(planned, serves=serves), outcome)
 
-    patch.setattr(engine.Engine, "_observe", by_row)
+    patch.setattr(engine.Engine, "_take", by_row)
 
 
 def credits_by_id(patch):
-    observe = engine.Engine._observe
+    take = engine.Engine._take
 
-    def by_id(self, dispatched):
+    def by_id(self, rank, planned, outcome):
         def now(running):
             known = running and self._progress.get(running.request.id)
             return known and dataclasses.replace(running, request=known.request)
 
-        planned = dataclasses.replace(
-            dispatched.planned, serves=tuple(now(r) for r in dispatched.planned.serves)
-        )
-        return observe(self, dataclasses.replace(dispatched, planned=planned))
+        serves = tuple(now(r) for r in planned.serves)
+        return take(self, rank, dataclasses.replace(planned, serves=serves), outcome)
 
-    patch.setattr(engine.Engine, "_observe", by_id)
+    patch.setattr(engine.Engine, "_take", by_id)
 
 
 # -- blocks ----------------------------------------------------------------------------------------

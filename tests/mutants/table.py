@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.mutants import faults as f
-from tests.mutants import scenarios, storms
+from tests.mutants import scenarios, storms, uneven
 from tests.mutants.faults import Patch, together
 
 
@@ -46,6 +46,8 @@ FAULTS = [
     row("inactive rows are not masked", f.decode_unmasked, "foreign, text", compiled=("decode",)),
     row("the dummy step: rows neither cleared nor masked", together(f.device_keeps_rows, f.decode_unmasked),
         "tables, foreign, text", compiled=ALL),
+    row("the dummy step on an idle rank", together(f.device_keeps_rows, f.decode_unmasked),
+        "tables, foreign, text", scenario=uneven.uneven),
     row("blocks are freed before the row is cleared", f.clears_late, "tables, active, text", guarded=True),
     row("a row is handed on a step early", f.leaves_early, "lost"),
     row("a step's tokens go to the row's new tenant", f.credits_new_tenant, "lost"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.mutants import scenarios, storms
+from tests.mutants import scenarios, storms, uneven
 from tests.mutants.faults import checks_off
 from tests.mutants.table import FAULTS, Fault
 
@@ -51,7 +51,14 @@ def test_the_host_refuses_the_fault(fault, sound, monkeypatch):
 
 @pytest.mark.parametrize(
     "scenario",
-    [scenarios.fork, scenarios.shards, scenarios.values, scenarios.splits, storms.storm],
+    [
+        scenarios.fork,
+        scenarios.shards,
+        scenarios.values,
+        scenarios.splits,
+        storms.storm,
+        uneven.uneven,
+    ],
     ids=lambda s: s.__name__,
 )
 def test_the_code_as_it_is_shows_nothing(scenario):

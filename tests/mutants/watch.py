@@ -91,7 +91,7 @@ class WatchedEngine(Engine):
         dispatched = super()._dispatch(spare=spare)
         if dispatched:
             prepared, after = self._seen
-            planned = self._in_flight[-1].planned
+            (planned,) = self._in_flight[-1][0].planned
             self._look_at_tables(prepared)
             self._look_at_fresh_blocks(prepared, planned.plan.admission.rows)
             self._look_at_untouched_blocks(prepared, after, planned.serves)
