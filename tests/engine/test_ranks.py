@@ -166,7 +166,7 @@ def test_br89_sizes_are_a_ranks_own_and_ranks_without_devices_are_refused():
     engine = Engine(ToyLM(), dataclasses.replace(SIZES, rows=3, data_parallel=4))
     assert (engine.spec.rows, engine.rows) == (3, 12)
     assert engine.state.tables.ids["whole"].shape == (12, 1)
-    with pytest.raises(SpecError, match="data_parallel is 9 and there are 8 devices"):
+    with pytest.raises(SpecError, match=r"data_parallel is 9, and of devices \(cpu\) there is 8"):
         Engine(ToyLM(), dataclasses.replace(SIZES, data_parallel=9))
     with pytest.raises(SpecError, match="data_parallel is 0"):
         Sizes(data_parallel=0)
