@@ -318,9 +318,8 @@ class Engine:
             for request_id in mine.preempted if mine is not None else ():
                 progress = self._progress[request_id]
                 progress.preempted = True
-                schedule = self.ranks.schedules[rank]
-                schedule = scheduler.recall(schedule, request_id, tuple(progress.tokens))
-                self.ranks = self.ranks.put(rank, schedule)
+                made, before = tuple(progress.tokens), self.ranks.schedules[rank]
+                self.ranks = self.ranks.put(rank, scheduler.recall(before, request_id, made))
         self.stats.dispatched(step, after)
         rows = [row for schedule in after.schedules for row in schedule.rows]
         for row in np.flatnonzero(step.plan.admission.rows).tolist():
