@@ -33,7 +33,7 @@ help:
 
 demo: $(run_stamp)
 	@echo 'python -m jaxstate.serve demo -i examples/prompts.jsonl'
-	@set -o pipefail; $(python) -m jaxstate.serve demo -i examples/prompts.jsonl \
+	@set -o pipefail; $(python) -m jaxstate.serve demo -i examples/prompts.jsonl --progress plain \
 	  | $(python) examples/show.py examples/prompts.jsonl
 
 test: lint

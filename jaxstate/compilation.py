@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+import platform
 import warnings
 from pathlib import Path
 
@@ -23,6 +26,18 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 def count() -> int:
     """Programs that this process compiled (or took from the cache) since jaxstate was imported."""
     return _count
+
+
+@functools.cache
+def instructions() -> str:
+    """A short name for the instructions that this processor has; XLA's code for CPUs, and so its bits, follow them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    words = " ".join(sorted(flags.partition(":")[2].split()))
+    return f"{platform.machine()} {hashlib.blake2b(words.encode(), digest_size=4).hexdigest()}"
 
 
 def use_persistent_cache(folder: str | os.PathLike | None = None) -> Path | None:

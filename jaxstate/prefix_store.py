@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -20,6 +21,7 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxstate.compilation import instructions
 from jaxstate.errors import SnapshotError
 from jaxstate.models.base import CausalLM
 from jaxstate.models.identify import identify
@@ -73,8 +75,7 @@ class Stored:
     problems: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = f"{self.states:,} state{'s' * (self.states != 1)} ({format_bytes(self.nbytes)})"
-        return text + (f", no room for {self.no_room:,} more" if self.no_room else "")
+        return f"{self.states:,} state{'s' * (self.states != 1)} ({format_bytes(self.nbytes)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,10 @@ class PrefixStore:
                 told = tuple(f"{k} {there.get(k)!r} (here {here.get(k)!r})" for k in differ)
                 foreign[told] = foreign.get(told, 0) + 1
                 continue
-            chain = tuple(bytes.fromhex(key) for key in header.chain)
+            try:
+                chain = tuple(bytes.fromhex(key) for key in header.chain)
+            except ValueError:
+                chain = ()
             if not chain or f"{chain[-1].hex()}.safetensors" != path.name:
                 problems.append(
                     f"{path} holds another prefix than its name says; it is passed over"
@@ -311,6 +315,9 @@ def circumstances(shape: PlanShape, device: Device) -> dict[str, str | int]:
     """What decides the last bits of a state that a prefill computes, beside the model and the versions."""
     return {
         "device": device.device_kind,
+        "instructions": instructions() if device.platform == "cpu" else "",
+        "compiler flags": os.environ.get("XLA_FLAGS", ""),
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "rows": shape.spec.rows,
         "chunk_tokens": shape.chunk_tokens,
         "checkpoints in a step": shape.checkpoints,

@@ -19,7 +19,8 @@ def _fill(dtype) -> float | int | bool:
 
 
 def _drop_null(ids: Int[Array, "n"], blocks: int) -> Int[Array, "n"]:
-    """Ids with the null id moved past the end, where a scatter drops it."""
+    """Ids with the null id moved past the end, where a scatter drops it; int32, which has room for that."""
+    ids = jnp.asarray(ids, jnp.int32)
     return jnp.where(ids == 0, blocks, ids)
 
 
@@ -68,7 +69,7 @@ def update_blocks(
     `read_blocks` and `write_blocks` do, but a pair reads what the pairs before it wrote.
     """
     blocks, rest = pool.shape[1], pool.shape[2:]
-    layer = jnp.asarray(layer, jnp.int32)
+    layer, read_ids, write_ids = (jnp.asarray(v, jnp.int32) for v in (layer, read_ids, write_ids))
     inside = (read_ids > 0) & (read_ids < blocks)
     instead = jnp.where(read_ids == 0, jnp.float32(0), jnp.float32(jnp.nan))
     writes = (write_ids > 0) & (write_ids < blocks)

@@ -13,15 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxstate.errors import JaxstateError
+from jaxstate.errors import JaxstateError, SpecError
 from jaxstate.request import SamplingParams
 from jaxstate.serve import files, protocol
 from jaxstate.serve.batch import Batch
-from jaxstate.serve.flags import PROG, SIZES, batch_parser, info_parser
+from jaxstate.serve.flags import (
+    PROG,
+    SIZES,
+    STORE_BYTES,
+    batch_parser,
+    info_parser,
+    size_in_bytes,
+)
 from jaxstate.serve.lines import Line, LineReader
 from jaxstate.serve.report import Report, Summary
 from jaxstate.serve.signals import Interrupted, Interrupts
-from jaxstate.serve.store import Store
+from jaxstate.serve.store import Store, make_folder
 
 OK, SOME_FAILED, USAGE, BROKEN, BROKEN_PIPE = 0, 1, 2, 4, 141
 
@@ -69,11 +76,13 @@ def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
             ends = {"the input": input_fd, "the output": output.fd}
             files.check_apart(options.stats, "the stats", ends)
         report = Report(_progress_mode(options))
+        most = _store_bytes(options)
+        if options.prefix_store is not None:
+            make_folder(options.prefix_store)
         model = _load(options, report)
         store = None
         if options.prefix_store is not None:
-            folder, most = options.prefix_store, options.prefix_store_bytes
-            store = Store(folder, most, model.engine.prefixes, report)
+            store = Store(options.prefix_store, most, model.engine.prefixes, report)
             store.open()
         model.engine.compile()
 
@@ -117,6 +126,15 @@ def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
     if not told:
         return BROKEN
     return SOME_FAILED if batch.counts.failed else OK
+
+
+def _store_bytes(options: argparse.Namespace) -> int:
+    """How large the prefix store may be; SpecError for flags about a store that there is not."""
+    if options.prefix_store is None and options.prefix_store_bytes is not None:
+        raise SpecError("--prefix-store-bytes is about a --prefix-store, and none is named")
+    if options.prefix_store is not None and options.checkpoints == 0:
+        raise SpecError("prefix reuse is off with --checkpoints 0, and a --prefix-store needs it")
+    return options.prefix_store_bytes or size_in_bytes(STORE_BYTES)
 
 
 def _write_stats(name: str, summary: Summary) -> bool:

@@ -103,10 +103,11 @@ def batch_parser() -> argparse.ArgumentParser:
         help="on standard error: a live line on a terminal, else a plain one every few seconds")  # fmt: skip
     add("--stats", metavar="FILE", help="write the summary as JSON")
     add = parser.add_argument_group("prompts that begin alike").add_argument
-    add("--prefix-store", metavar="DIR",
+    add("--prefix-store", type=_folder, metavar="DIR",
         help="read states that earlier runs kept from this folder, and write this run's when it ends")  # fmt: skip
-    add("--prefix-store-bytes", type=_bytes, default=_bytes(STORE_BYTES), metavar="N",
-        help=f"what the folder may take, in bytes or as 500MiB or 2TiB ({STORE_BYTES})")  # fmt: skip
+    add("--prefix-store-bytes", type=size_in_bytes, metavar="N",
+        help=f"what the folder may take, in bytes or as 500MiB or 2TiB ({STORE_BYTES}); when it"
+        " takes more, the least valuable states in it are removed")  # fmt: skip
     add = parser.add_argument_group("sampling, where a line does not say").add_argument
     default = SamplingParams()
     add(
@@ -201,12 +202,20 @@ def _integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number") from error
 
 
-def _bytes(text: str) -> int:
+def size_in_bytes(text: str) -> int:
     number, unit = text, 1
     for power, name in enumerate(("KiB", "MiB", "GiB", "TiB"), 1):
         if text.endswith(name):
             number, unit = text.removesuffix(name), 1024**power
-    return _whole(number, 0) * unit
+    if not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size such as 500000 or 500MiB")
+    return int(number) * unit
+
+
+def _folder(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the folder's name is empty")
+    return text
 
 
 def _number(text: str) -> float:

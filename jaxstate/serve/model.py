@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxstate.engine import Engine
-from jaxstate.errors import JaxstateError
+from jaxstate.errors import CheckpointError, JaxstateError
 from jaxstate.lm import LM
 from jaxstate.serve.bounds import max_token_bytes
 from jaxstate.sizing import STATE_SHARE, Sizes, free_bytes
@@ -127,7 +127,10 @@ def load(
     """
     begin = time.monotonic()
     _check_platform()
-    lm = LM.load(name, dtype=dtype, sizes=Sizes(**sizes), report=report)
+    try:
+        lm = LM.load(name, dtype=dtype, sizes=Sizes(**sizes), report=report)
+    except PermissionError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
     vocab_size = lm.model.config.vocab_size
     token_bytes = None if lm.tokenizer is None else max_token_bytes(lm.tokenizer)
     load_s = time.monotonic() - begin

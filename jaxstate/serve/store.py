@@ -18,6 +18,23 @@ class Keeps(Protocol):
     def save(self, folder: str, *, most_bytes: int | None) -> Any: ...
 
 
+def make_folder(name: str) -> None:
+    """Make the folder if it is not there.
+
+    Raises:
+      SnapshotError: it cannot be made, read or written.
+    """
+    folder = Path(name)
+    if folder.exists() and not folder.is_dir():
+        raise SnapshotError(f"the prefix store {name} is a file; name a folder")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SnapshotError(f"cannot make the prefix store {name}: {error.strerror}") from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise SnapshotError(f"the prefix store {name} may not be read and written by this user")
+
+
 @dataclasses.dataclass
 class Store:
     """The store of one run; what became of it is told in `counts`."""
@@ -32,18 +49,9 @@ class Store:
         """Read what is there; a file that is not whole is named, and the run goes on without it.
 
         Raises:
-          SnapshotError: the folder cannot be made or written, or has states of another model.
+          SnapshotError: the folder has states of another model.
           SpecError: prefix reuse is off.
         """
-        folder = Path(self.folder)
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise SnapshotError(
-                f"cannot make the prefix store {self.folder}: {error.strerror}"
-            ) from error
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise SnapshotError(f"the prefix store {self.folder} cannot be written")
         self._tell("loaded", "read from", self.prefixes.load(self.folder))
 
     def save(self) -> None:
@@ -59,4 +67,5 @@ class Store:
         self.counts[what] = stored.states
         for problem in stored.problems:
             self.report.say(f"warning   {problem}")
-        self.report.stage("prefixes", f"{stored} {how} {self.folder}")
+        left = f"; no room for {stored.no_room:,} more" if stored.no_room else ""
+        self.report.stage("prefixes", f"{stored} {how} {self.folder}{left}")

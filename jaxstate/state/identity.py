@@ -17,7 +17,7 @@ from jaxstate.typing import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Which model a state is of: its name, a hash of its config and a sample of its weights, their dtype."""
+    """Which model a state is of: its name, a hash of its config and of all its weights, their dtype."""
 
     model: str
     fingerprint: str

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
+import secrets
+import stat
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +34,8 @@ def write_file(
     """
     tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     header = msgspec.structs.replace(header, checksum=_checksum(header, tensors))
-    whole = path.with_name(f"{path.name}.{os.getpid()}.part")
+    # A name of its own for each writer: process ids repeat between machines and threads share one.
+    whole = path.with_name(f"{path.name}.{secrets.randbelow(10**18):018d}.part")
     try:
         try:
             save_file(tensors, whole, metadata={KEY: msgspec.json.encode(header).decode()})
@@ -74,6 +77,8 @@ def _read[Header: msgspec.Struct](
     path: Any, kind: type[Header], format_: int, what: str, *, tensors: bool
 ) -> tuple[Header, dict[str, np.ndarray]]:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError("it is not a regular file")  # a pipe would be waited for
         with safe_open(path, framework="np") as file:
             text = (file.metadata() or {}).get(KEY)
             arrays = {name: file.get_tensor(name) for name in file.keys()} if tensors else {}
@@ -88,7 +93,7 @@ def _read[Header: msgspec.Struct](
                 f"{path} has format {version!r}; this version of jaxstate reads format {format_}"
             )
         return msgspec.json.decode(text, type=kind), arrays
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise SnapshotError(f"{path} has a header that is not a {what}'s: {error}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 
 import msgspec
@@ -176,12 +177,15 @@ def damaged(content: bytes, how: str) -> bytes:
         return content[:at] + b"9" + content[at + 1 :]
     if how == "another format":
         return content.replace(b'\\"format\\":1,', b'\\"format\\":7,', 1)
+    if how == "a letter of the chain":
+        return re.sub(rb'(chain\\?":\[\\?")[0-9a-f]', rb"\1r", content, count=1)
     assert how == "not ours"
     return b"these are no tensors at all"
 
 
 HOW = (
-    "empty", "cut", "a byte of the state", "a letter of the model", "another worth", "another format", "not ours",
+    "empty", "cut", "a byte of the state", "a letter of the model", "another worth", "another format",
+    "a letter of the chain", "not ours",
 )  # fmt: skip
 
 
@@ -214,6 +218,13 @@ def test_a_file_under_another_ones_name_or_with_other_arrays_is_passed_over(star
     assert told.states == 1
     assert "another prefix than its name says" in told.problems[0]
     assert "has no whole/0" in told.problems[1]
+
+
+def test_a_pipe_with_a_states_name_is_not_waited_for(start, folder):
+    path_of(folder, 1).unlink()
+    os.mkfifo(path_of(folder, 1))
+    told = start().prefixes.load(folder)
+    assert told.states == 2 and "not a regular file" in told.problems[0]
 
 
 def rewrite(path, metadata, arrays):

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import copy_blocks, fill_blocks, read_blocks, write_blocks
+from pallas_kernels import (
+    cases,
+    copy_blocks,
+    fill_blocks,
+    mamba2_step,
+    read_blocks,
+    write_blocks,
+)
 
 STRAY = [-1, -4, -5, 4, 5, 2**31 - 1, -(2**31)]
 
@@ -91,3 +98,21 @@ def test_a_copy_to_null_or_outside_is_dropped(stray):
 def test_a_copy_from_outside_is_nan_and_not_another_block(stray):
     after = copy_blocks(pool(), ids(stray), ids(2))
     assert np.isnan(after[:, 2]).all() and after[0, 3].tolist() == [16, 17]
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+def test_null_is_null_whatever_the_width_of_its_id(dtype):
+    # 300 does not fit into these, and as 44 would be somebody else's block.
+    large = jnp.ones((1, 300, 2), jnp.float32)
+    null, values = jnp.zeros(1, dtype), jnp.full((1, 2), 5.0)
+    for after in (
+        write_blocks(large, 0, null, values),
+        copy_blocks(large, null, null),
+        fill_blocks(large, null, 5.0),
+    ):
+        assert (np.asarray(after) == 1).all()
+    case = next(c for c in cases.TESTS if c.op == "mamba2_step")
+    operands = cases.make_operands(case)
+    narrow = {k: operands[k].astype(dtype) for k in ("read_ids", "write_ids")}
+    for ours, wide in zip(mamba2_step(**operands | narrow), mamba2_step(**operands), strict=True):
+        np.testing.assert_array_equal(ours, wide)

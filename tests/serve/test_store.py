@@ -128,7 +128,6 @@ def test_what_cannot_be_written_is_said_and_the_rows_stay(run, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("0", 0),
         ("1234", 1234),
         ("2KiB", 2048),
         ("500MiB", 500 * 2**20),
@@ -142,10 +141,31 @@ def test_sizes_have_units(text, value):
     )
 
 
-@pytest.mark.parametrize("text", ["-1", "8 gigs", "1.5GiB", "GiB"])
-def test_sizes_that_cannot_be_are_refused(text):
+@pytest.mark.parametrize("text", ["-1", "0", "8 gigs", "1.5GiB", "GiB", "5XB"])
+def test_sizes_that_cannot_be_are_refused(text, capsys):
     with pytest.raises(SystemExit):
         batch_parser().parse_args(["m", "--prefix-store-bytes", text])
+    assert "is not a size such as 500000 or 500MiB" in capsys.readouterr().err
+
+
+def test_a_store_without_a_name_is_not_the_current_folder(capsys):
+    with pytest.raises(SystemExit):
+        batch_parser().parse_args(["m", "--prefix-store", ""])
+    assert "the folder's name is empty" in capsys.readouterr().err
+
+
+def test_a_store_that_cannot_be_is_refused_before_the_model_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxstate.serve.cli._load", lambda *_: pytest.fail("loaded"))
+    file = tmp_path / "file"
+    file.write_text("x")
+    for options, message in (
+        (("--prefix-store", file), "is a file; name a folder"),
+        (("--prefix-store", file / "x"), "cannot make the prefix store"),
+        (("--prefix-store-bytes", "5MiB"), "and none is named"),
+        (("--prefix-store", tmp_path / "s", "--checkpoints", "0"), "prefix reuse is off"),
+    ):
+        code, _, _, said = run(*options)
+        assert code == 2 and message in said
 
 
 def test_the_bound_reaches_the_engine(tmp_path):
