@@ -187,9 +187,10 @@ def _levelled(ranks: Ranks) -> Ranks:
     spare = [_vacant(s) - len(s.waiting) for s in schedules]
     while True:
         thief, victim = spare.index(max(spare)), spare.index(min(spare))
-        if not spare[thief] > 0 > spare[victim]:
+        *stay, moves = schedules[victim].waiting or (None,)
+        # What is read for later belongs where it is to be kept.
+        if not spare[thief] > 0 > spare[victim] or moves is None or moves.reads:
             return Ranks(tuple(schedules))
-        *stay, moves = schedules[victim].waiting
         schedules[victim] = dataclasses.replace(schedules[victim], waiting=tuple(stay))
         queue = (*schedules[thief].waiting, moves)
         schedules[thief] = dataclasses.replace(schedules[thief], waiting=queue)

@@ -81,7 +81,8 @@ class Storm:
         for running in self.engine.schedule.running:
             name = running.request.id
             row, counts = running.row, self.engine.schedule.counts
-            if counts.ended[row] or name in self.calm or name in self.answered:
+            # What is read ahead is nobody's request.
+            if counts.ended[row] or name not in self.requests.keys() - self.calm - self.answered:
                 continue
             if counts.read[row] > running.cached:
                 self.midway += int(counts.reading[row])

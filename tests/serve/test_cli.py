@@ -74,7 +74,8 @@ def test_flags_are_defaults_that_a_line_overrides(model, tmp_path, results, rows
     assert "tokens" not in second
     assert model.asked == [
         ("m", {"dtype": "bfloat16", "rows": 3, "max_len": None, "chunk_tokens": 64,
-               "decode_steps": None, "checkpoints": 0}),
+               "decode_steps": None, "checkpoints": 0, "data_parallel": None,
+               "tensor_parallel": None}),
     ]  # fmt: skip
 
 
