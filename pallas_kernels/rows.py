@@ -18,7 +18,8 @@ class Rows(NamedTuple):
 
     A row whose write id is 0 is null: its output is exactly 0 and nothing is written. A row
     without tokens writes nothing. Tokens outside `offsets[0]:offsets[R]` are padding: their
-    output is exactly 0. No two rows may write the same block.
+    output is exactly 0. No two rows may write the same block, nor may a row read what another
+    writes: rows run in no order.
     """
 
     offsets: Int[Array, "R+1"]
@@ -29,7 +30,10 @@ class Rows(NamedTuple):
 
 
 class RowIds(NamedTuple):
-    """The blocks that each row of a one-token decode call reads and writes; 0 is null."""
+    """The blocks that each row of a one-token decode call reads and writes; 0 is null.
+
+    As in `Rows`, a block that is written belongs to one row.
+    """
 
     read_ids: Int[Array, "R"]
     write_ids: Int[Array, "R"]
