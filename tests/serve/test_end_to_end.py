@@ -244,5 +244,6 @@ def test_an_interrupted_run_keeps_its_states(start, tmp_path):
     run.send_signal(signal.SIGTERM)
     _, err = run.communicate(timeout=60)
     assert run.returncode == 143, err.decode()
-    assert f"prefixes  1 state (23.3 KiB) written to {store}" in err.decode()
-    assert len(list(store.iterdir())) == 1
+    (file,) = store.iterdir()
+    size = f"{file.stat().st_size / 1024:.1f} KiB"
+    assert f"prefixes  1 state ({size}) written to {store}" in err.decode()
