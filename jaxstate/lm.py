@@ -81,7 +81,8 @@ class LM:
         """The request for a prompt, given as text or as token ids.
 
         Raises:
-          RequestError: the prompt is empty, or is text and the model has no tokenizer.
+          CheckpointError: the prompt is text and the model has no tokenizer.
+          RequestError: the prompt is empty, or is neither text nor token ids.
         """
         return Request(request_id, self._tokens(prompt), sampling)
 
@@ -92,7 +93,17 @@ class LM:
                     "the model folder has no tokenizer.json; give prompts as token ids"
                 )
             prompt = self.tokenizer.encode(prompt)
-        return tuple(np.asarray(prompt).tolist())
+        try:
+            ids: Any = np.asarray(prompt)
+        except ValueError:  # lists of different lengths
+            ids = None
+        if ids is None or ids.ndim != 1:
+            raise RequestError(
+                "wrong_type",
+                f"a prompt is a text or a list of token ids, not {prompt!r:.80}",
+                "prompt",
+            )
+        return tuple(ids.tolist())
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, n: int = 1, **sampling: Any
@@ -177,8 +188,12 @@ class LM:
 
         Raises:
           CapacityError: a sequence would grow past `max_len`; nothing was dispatched.
-          RequestError: a keyword that cannot be, or sequences of another model.
+          RequestError: a keyword or `steps` that cannot be, or sequences of another model.
         """
+        if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 1:
+            raise RequestError(
+                "unsupported_value", f"steps is {steps!r}; it must be an int >= 1", "steps"
+            )
         if "max_tokens" in sampling:
             raise RequestError("unknown_field", "decode takes steps, not max_tokens", "max_tokens")
         params = _sampling({**sampling, "max_tokens": steps})
@@ -218,7 +233,8 @@ class LM:
     def pin(self, prompt: Prompt, *, salt: str = "") -> int:
         """Keeps the state after this beginning of prompts until `unpin`; returns how many of its tokens are kept.
 
-        That are as many as there are whole 64s. The end of a text may be cut into other tokens when more text follows.
+        That are as many as there are whole 64s, so that texts with the same ones are one pin, and one `unpin` ends it.
+        The end of a text may be cut into other tokens when more text follows.
 
         Raises:
           CapacityError: with it the pins would leave no room for one request, or it is longer than `max_len`.
@@ -262,6 +278,8 @@ def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
         return [prompts]
     if len(getattr(prompts, "shape", ())) == 1:
         return [np.asarray(prompts)]  # one prompt of token ids, as an array
+    if not isinstance(prompts, Iterable):
+        return [prompts]
     many: list[Any] = list(prompts)
     return [many] if many and isinstance(many[0], int | np.integer) else many
 

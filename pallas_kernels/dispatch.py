@@ -46,15 +46,18 @@ def chosen() -> dict[str, Choice]:
 
 def describe(choices: Mapping[str, Choice]) -> str:
     """Who runs what, and why not who comes first, in one line."""
-    ops: dict[Choice, list[str]] = {}
+    ops: dict[str, list[str]] = {}
+    declined: dict[tuple[str, str], list[str]] = {}
     for op, choice in sorted(choices.items()):
-        # That an implementation does not have an op is no news.
-        reasons = tuple((name, why) for name, why in choice.declined if op not in why)
-        ops.setdefault(Choice(choice.name, reasons), []).append(op)
-    parts = []
-    for choice, names in ops.items():
-        why = "; ".join(f"{name} declines: {reason}" for name, reason in choice.declined)
-        parts.append(f"{', '.join(names)} by {choice.name}{f' ({why})' if why else ''}")
+        ops.setdefault(choice.name, []).append(op)
+        for name, why in choice.declined:
+            # That an implementation does not have an op is no news.
+            if op not in why:
+                declined.setdefault((name, why), []).append(op)
+    parts = [f"{', '.join(names)} by {name}" for name, names in ops.items()]
+    parts += [
+        f"{name} declines {', '.join(names)}: {why}" for (name, why), names in declined.items()
+    ]
     return "; ".join(parts)
 
 

@@ -95,8 +95,8 @@ class Batch:
             else:
                 self.jobs[job.request.id] = job
                 return
-        self.counts.errors[job.error.code] += 1
         self._write(error_row(job.line, job.id, job.error))
+        self.counts.errors[job.error.code] += 1
 
     def _take(self, event: Event) -> None:
         self.counts.generated += len(event.tokens)
@@ -104,6 +104,7 @@ class Batch:
             self._end(self.jobs.pop(event.id), event.completion)
 
     def _end(self, job: Job, completion: Completion) -> None:
+        self._write(result_row(job, completion))  # what could not be written is not counted
         counts = self.counts
         counts.prompt_tokens += completion.prompt_tokens
         counts.completion_tokens += len(completion.tokens)
@@ -114,7 +115,6 @@ class Batch:
             counts.ok += 1
             counts.first_token_sum_s += completion.first_token_s
             counts.first_token_max_s = max(counts.first_token_max_s, completion.first_token_s)
-        self._write(result_row(job, completion))
 
     def _write(self, row: dict[str, Any]) -> None:
         self.write(encode_row(row))

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,11 @@ def _load(options: argparse.Namespace, report: Report) -> Any:
         report.stage(*line.split(" ", 1))  # "compiling decode, …", "compiled decode, …: 6.2 s"
 
     sizes = {name: getattr(options, name) for name in SIZES}
-    model = models.load(options.model, dtype=options.dtype, report=say, **sizes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model = models.load(options.model, dtype=options.dtype, report=say, **sizes)
+    for warning in caught:
+        report.say(f"warning   {warning.message}")
     report.stage("loaded", f"{options.model}: {model.load_s:.1f} s")
     return model
 

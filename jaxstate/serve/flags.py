@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.metadata
 from typing import Any
 
 from jaxstate.request import SamplingParams
@@ -65,6 +66,14 @@ class _Parser(argparse.ArgumentParser):
         return options
 
 
+def version() -> str:
+    """The version that is installed; `unknown` for a source tree that is not."""
+    try:
+        return importlib.metadata.version("jaxstate")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def batch_parser() -> argparse.ArgumentParser:
     """Return the flags of `batch`."""
     parser = _Parser(
@@ -76,6 +85,8 @@ def batch_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_model(parser)
+    parser.add_argument("--version", action="version", version=f"jaxstate {version()}",
+        help="show the version and exit")  # fmt: skip
     add = parser.add_argument_group("input and output").add_argument
     add(
         "-i",
@@ -162,25 +173,33 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "static sizes, chosen for the device where not given"
     ).add_argument
-    add("--rows", type=_size, metavar="N", help="sequences in flight on each device that is used")
+    add("--rows", type=_size, metavar="N",
+        help="sequences in flight on each device that is used (what memory has room for, at most 256;"
+        " CPU: 8)")  # fmt: skip
+    add("--max-len", type=_length, metavar="N",
+        help="longest sequence, prompt and generated tokens (131072)")  # fmt: skip
     add(
-        "--max-len", type=_length, metavar="N", help="longest sequence, prompt and generated tokens"
+        "--chunk-tokens",
+        type=_size,
+        metavar="N",
+        help="prompt tokens that one step reads (2048; CPU: 256)",
     )
-    add("--chunk-tokens", type=_size, metavar="N", help="prompt tokens that one step reads")
     add(
         "--decode-steps",
         type=_size,
         metavar="N",
-        help="tokens that each row generates in one dispatch",
+        help="tokens that each row generates in one dispatch (16; CPU: 8)",
     )
     add("--checkpoints", type=_count, metavar="N",
-        help="states kept for prompts that begin alike; 0 turns prefix reuse off")  # fmt: skip
+        help="states kept for prompts that begin alike (what memory has room for, at most 1024; CPU: 256 MiB);"
+        " 0 turns prefix reuse off")  # fmt: skip
     add("--data-parallel", type=_size, metavar="N",
         help="devices to spread the prompts over; each has the model and rows of its own (1)")  # fmt: skip
     add("--tensor-parallel", type=_size, metavar="N",
         help="devices that share the heads and channels of one model, for each of the former (1)")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16", "float16"),
-        help="of weights and activations; recurrent state is float32 always")  # fmt: skip
+        help="of weights and activations (that of the files; CPU: float32); recurrent state is float32"
+        " always")  # fmt: skip
 
 
 def _count(text: str) -> int:

@@ -50,7 +50,8 @@ class Loaded:
     def describe(self) -> list[tuple[str, str]]:
         """Return, as name and text, what a person may want to know before a run."""
         engine, spec, shape = self.engine, self.engine.spec, self.engine.shape
-        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.model))
+        parameters = jax.tree.leaves(engine._params)
+        weights = sum(leaf.addressable_shards[0].data.nbytes for leaf in parameters)
         tokenizer = "none" if self.tokenizer is None else f"{self.tokenizer.vocab_size:,} tokens"
         return [
             ("model", f"{self.name}, {type(engine.model).__name__}, {self.vocab_size:,} token ids"),
@@ -62,6 +63,7 @@ class Loaded:
              f"up to {spec.max_len:,} tokens"),
             ("rows", f"{spec.rows:,} in flight ({_fit(engine)})"),
             ("prefixes", _describe_reuse(engine)),
+            ("memory", f"{format_bytes(weights + spec.nbytes)} for weights and states; what steps need comes on top"),
             ("kernels", engine.kernels()),
             ("program", f"prefill, {shape.chunk_tokens:,} tokens of up to {spec.rows:,} rows"),
             ("program", f"decode, {spec.rows:,} rows x {engine.steps_per_dispatch} tokens"),

@@ -15,7 +15,7 @@ from jaxstate.engine import Engine
 from jaxstate.request import Completion, Request, SamplingParams
 from jaxstate.sizing import Sizes
 from tests.mutants.watch import QUICK
-from tests.toy import VOCAB, ToyConfig, ToyLM
+from tests.toy import VOCAB, ToyConfig, ToyLM, continue_by_hand
 
 SIZES = Sizes(rows=4, max_len=256, chunk_tokens=128, decode_steps=4, checkpoints=0)
 
@@ -122,3 +122,8 @@ def run_all(engine: Engine, requests) -> dict[str, Completion]:
             assert len(event.completion.logprobs) == len(event.completion.tokens)
     assert set(tokens) == set(done)
     return done
+
+
+def by_hand(r: Request) -> tuple[int, ...]:
+    """What the request's tokens must be, counted with numpy alone."""
+    return tuple(continue_by_hand(r.prompt, r.sampling.max_tokens))

@@ -84,3 +84,19 @@ def test_a_closed_lm_says_so(lm):
     with pytest.raises(JaxstateError, match="closed"):
         lm.generate(A)
     assert repr(lm) == "LM(closed)"
+
+
+@pytest.mark.parametrize(
+    "prompt", [3, 2.5, None, [None], [[[1, 2], [3]]], np.zeros((2, 2, 2), int)]
+)
+def test_what_is_no_prompt_is_refused_by_name(lm, prompt):
+    with pytest.raises(RequestError, match="a prompt is a text or a list of token ids, not"):
+        lm.generate(prompt, max_tokens=2)
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 1.5, "3"])
+def test_steps_that_cannot_be_are_refused_as_steps(lm, steps):
+    seqs = lm.prefill([[1, 2, 3]])
+    with pytest.raises(RequestError, match=r"steps is .*; it must be an int >= 1") as caught:
+        lm.decode(seqs, steps)
+    assert caught.value.param == "steps"

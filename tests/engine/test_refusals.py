@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from jaxstate.compilation import use_persistent_cache
+from jaxstate.engine import Engine
 from jaxstate.errors import CapacityError, CheckpointError, JaxstateError, RequestError, SpecError
 from jaxstate.models import parse_config
 from jaxstate.request import Request, SamplingParams
 from jaxstate.sizing import Sizes
-from tests.engine.conftest import assert_clean
-from tests.toy import continue_by_hand
+from jaxstate.state import GroupSpec
+from tests.engine.conftest import SIZES, assert_clean, by_hand, prompt_of, request, run_all
+from tests.toy import VOCAB, ToyConfig, ToyLM, continue_by_hand
 
 
 def test_numbers_of_numpy_and_jax_are_numbers():
@@ -136,3 +138,88 @@ def test_a_config_with_numbers_that_cannot_be_is_refused_by_name(wrong):
     }  # fmt: skip
     with pytest.raises(CheckpointError, match=next(iter(wrong))):
         parse_config(config, "config.json")
+
+
+# What is refused, with nothing changed.
+
+
+def refused(engine, r, kind, **fields):
+    before = (engine.schedule, engine.stats.requests, dict(engine._progress), engine.backlog)
+    with pytest.raises(kind) as caught:
+        engine.submit(r)
+    for name, value in fields.items():
+        assert getattr(caught.value, name) == value
+    assert before == (engine.schedule, engine.stats.requests, dict(engine._progress), engine.backlog)  # fmt: skip
+    return str(caught.value)
+
+
+def test_br94_an_id_in_use_is_refused_and_may_be_used_again_later(engine):
+    engine.submit(request("a", prompt_of(9), 3))
+    message = refused(engine, request("a", prompt_of(4), 3), RequestError, code="duplicate_id", param="id")  # fmt: skip
+    assert "'a'" in message
+    engine.step()
+    refused(engine, request("a", prompt_of(4), 3), RequestError, code="duplicate_id")
+    list(engine.run())
+    again = request("a", prompt_of(4), 3)
+    assert run_all(engine, [again])["a"].tokens == by_hand(again)
+
+
+def test_inv08_br27_br95_a_prompt_without_room_is_refused_and_the_others_go_on(engine):
+    good = [request("x", prompt_of(3), 4), request("z", prompt_of(4), 4)]
+    engine.submit(good[0])
+    for length in (256, 257, 5000):
+        fields = {"request": "y", "need": length + 1, "capacity": 256, "unit": "tokens in a row"}
+        message = refused(engine, request("y", prompt_of(length), 1), CapacityError, **fields)
+        assert f"raise max_len from 256 to at least {length + 1}" in message
+    done = run_all(engine, good[1:])
+    assert set(done) == {"x", "z"} and all(done[r.id].tokens == by_hand(r) for r in good)
+
+
+def test_br97_tokens_outside_the_vocabulary_and_empty_prompts_are_refused(engine):
+    message = refused(engine, request("a", (1, VOCAB, 2)), RequestError, param="prompt")
+    assert "token 13 is outside the vocabulary of 13" in message
+    with pytest.raises(RequestError) as caught:
+        request("a", ())
+    assert caught.value.code == "empty_prompt"
+    for bad in (-1, None, 1.0, "1", True, 2**31):
+        with pytest.raises(RequestError, match="none negative"):
+            request("a", (1, bad))
+
+
+def test_stop_texts_without_a_tokenizer_are_refused(engine):
+    refused(engine, request("a", (1, 2), stop=("x",)), RequestError, param="stop")
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("max_tokens", -1), ("max_tokens", True), ("max_tokens", 1.0), ("temperature", -0.1),
+        ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "1"), ("top_k", -1),
+        ("top_k", 1.5), ("top_p", 0), ("top_p", 1.01), ("min_p", 1), ("min_p", -0.1), ("seed", -1),
+        ("seed", 2**32), ("stop", ""), ("stop", ["a", ""]), ("stop", 3), ("stop_ids", [-1]),
+        ("stop_ids", ["1"]), ("stop_ids", list(range(9))), ("ignore_eos", 1),
+    ],
+)  # fmt: skip
+def test_a_parameter_that_cannot_be_is_refused_where_it_is_made(param, value):
+    with pytest.raises(RequestError, match=param) as caught:
+        request("a", (1,), **{"max_tokens": 3, param: value})
+    assert (caught.value.code, caught.value.param) == ("unsupported_value", param)
+
+
+def test_models_that_the_engine_cannot_run_are_refused():
+    class Attention(ToyLM):
+        def groups(self):
+            leaves = super().groups()[0].leaves
+            return (GroupSpec("kv", "attention", 1, leaves, block_size=4),)
+
+    with pytest.raises(SpecError, match="group 'kv' is attention"):
+        Engine(Attention(), SIZES)
+    with pytest.raises(SpecError, match="9 end tokens; the engine compares at most 8"):
+        Engine(ToyLM(ToyConfig(eos_token_ids=tuple(range(9)))), SIZES)
+    with pytest.raises(
+        SpecError, match=r"a pool of 10 blocks .* needs 64; raise blocks to at least 65"
+    ):
+        Engine(ToyLM(ToyConfig(paged_blocks=10)), SIZES)
+    for sizes in ({"rows": 0}, {"max_len": 1.5}, {"chunk_tokens": 100}, {"decode_steps": True}):
+        with pytest.raises(SpecError, match=next(iter(sizes))):
+            Sizes(**sizes)

@@ -132,7 +132,7 @@ def test_what_was_chosen_is_told_with_the_reason(picky):
     choice = dispatch.chosen()["causal_conv"]
     assert choice.name == "xla" and ("picky", "7 channels, at most 6") in choice.declined
     told = dispatch.describe({"causal_conv": choice, "ssd": dispatch.Choice("xla")})
-    assert told == "causal_conv by xla (picky declines: 7 channels, at most 6); ssd by xla"
+    assert told == "causal_conv, ssd by xla; picky declines causal_conv: 7 channels, at most 6"
 
 
 @pytest.mark.parametrize("implementation", dispatch.PORTABLE)

@@ -9,8 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+import jaxstate.serve.model
 from jaxstate.errors import CapacityError, RequestError
 from jaxstate.request import Completion, Event, Request
+from jaxstate.serve.cli import main
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -120,3 +122,36 @@ def rows_of():
         return [json.loads(line, parse_constant=refuse) for line in text.split("\n")[:-1]]
 
     return rows_of
+
+
+@pytest.fixture
+def model(fake_model, monkeypatch):
+    """The model that the command line gets, and with what it asked for it."""
+    model = fake_model()
+    model.asked = []
+
+    def load(name, *, report, **options):
+        model.asked.append((name, options))
+        report("compiling decode, 2 rows")
+        return model
+
+    monkeypatch.setattr(jaxstate.serve.model, "load", load)
+    return model
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"id": f"r{i}", "prompt": "abc"[: 1 + i % 3]}) for i in range(9))
+    )
+    return path
+
+
+@pytest.fixture
+def results(tmp_path):
+    return tmp_path / "results.jsonl"
+
+
+def run(*arguments) -> int:
+    return main([str(argument) for argument in arguments])

@@ -2,51 +2,18 @@
 
 import json
 import os
+import re
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
+import warnings
 
 import pytest
 
 import jaxstate.serve.model
-from jaxstate.errors import CheckpointError, PlanError, SpecError
-from jaxstate.serve import files, lines
+from jaxstate.errors import CheckpointError, SpecError
+from jaxstate.serve import files
 from jaxstate.serve.cli import main
-
-
-@pytest.fixture
-def model(fake_model, monkeypatch):
-    """The model that the command line gets, and with what it asked for it."""
-    model = fake_model()
-    model.asked = []
-
-    def load(name, *, report, **options):
-        model.asked.append((name, options))
-        report("compiling decode, 2 rows")
-        return model
-
-    monkeypatch.setattr(jaxstate.serve.model, "load", load)
-    return model
-
-
-@pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(
-        "\n".join(json.dumps({"id": f"r{i}", "prompt": "abc"[: 1 + i % 3]}) for i in range(9))
-    )
-    return path
-
-
-@pytest.fixture
-def results(tmp_path):
-    return tmp_path / "results.jsonl"
-
-
-def run(*arguments) -> int:
-    return main([str(argument) for argument in arguments])
+from tests.serve.conftest import run
 
 
 @pytest.mark.parametrize("verb", [(), ("batch",)])
@@ -353,119 +320,28 @@ def test_an_input_appended_to_itself_is_refused(model, prompts, monkeypatch, cap
     os.close(sink)
 
 
-def shell(script: str, *arguments) -> subprocess.CompletedProcess:
-    """Run the command line with `$RUN` in a shell, with an engine that needs no device."""
-    code = (
-        "import sys, jaxstate.serve.model\n"
-        "from tests.serve.conftest import FakeModel\n"
-        "from jaxstate.serve.cli import main\n"
-        "jaxstate.serve.model.load = lambda *_, **__: FakeModel()\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    root = Path(__file__).parents[2]
-    return subprocess.run(
-        ["sh", "-c", script, "sh", *map(str, arguments)], cwd=root, capture_output=True, timeout=60,
-        check=False, env=os.environ | {"PYTHONPATH": str(root), "PY": sys.executable, "CODE": code},
-    )  # fmt: skip
-
-
-def test_a_closed_standard_error_is_no_fault(prompts, results, rows_of):
-    ran = shell('"$PY" -c "$CODE" m -i "$1" 2>&-', prompts)
-    assert ran.returncode == 0
-    assert len(rows_of(ran.stdout.decode())) == 9, "and no messages among the rows"
-    ran = shell('"$PY" -c "$CODE" m -i nowhere 2>&-')
-    assert (ran.returncode, ran.stdout) == (2, b"")
-
-
-def test_a_closed_standard_output_leaves_no_stale_bytes_in_the_output(prompts, results, rows_of):
-    results.write_text("stale\n" * 1000)
-    ran = shell('"$PY" -c "$CODE" m -i "$1" -o "$2" --overwrite >&- <&-', prompts, results)
-    assert ran.returncode == 0, ran.stderr.decode()
-    assert len(rows_of(results)) == 9
-
-
-@pytest.mark.parametrize(
-    ("command", "what"),
-    [('m -i "$1" >&-', "output"), ("m <&-", "input"), ("info m >&-", "output")],
-)
-def test_rows_for_a_closed_descriptor_are_refused_not_lost(prompts, command, what):
-    ran = shell(f'"$PY" -c "$CODE" {command}', prompts)
-    assert ran.returncode == 2
-    assert f"standard {what} is closed" in ran.stderr.decode()
-
-
-def test_a_signal_is_heard_while_an_input_gives_no_line(model, monkeypatch, capfd):
-    reads = []
-
-    def read(fd, size):
-        reads.append(size)
-        if len(reads) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert len(reads) < 20, "went on reading"
-        return b"\0" * size
-
-    monkeypatch.setattr(lines.os, "read", read)
-    assert run("m", "-i", os.devnull) == 143
-    assert "stopped by SIGTERM" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_between_steps(
-    model, prompts, results, rows_of, tmp_path, capfd, signum, code
-):
-    def signal_once():
-        if model.engine.steps == 3:
-            os.kill(os.getpid(), signum)
-
-    before = signal.getsignal(signum)
-    model.engine.before_step = signal_once
-    assert run("m", "-i", prompts, "-o", results, "--stats", tmp_path / "stats") == code
-    # The step in which it came is the last.
-    assert model.engine.steps == 4
-    assert 0 < len(rows_of(results)) < 9
-    assert json.loads((tmp_path / "stats").read_text())["finished"] is False
-    assert signal.getsignal(signum) == before
-    err = capfd.readouterr().err
-    assert "stopping; once more" in err
-    assert "stopped before the end of the input" in err
-    assert f"stopped by {signal.Signals(signum).name}" in err
-
-
-def test_a_signal_while_loading_stops_at_once(monkeypatch, prompts, results, capfd):
-    def load(name, **options):
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("went on loading")
-
-    monkeypatch.setattr(jaxstate.serve.model, "load", load)
-    assert run("m", "-i", prompts, "-o", results) == 143
-    assert "stopped by SIGTERM" in capfd.readouterr().err
-    assert not results.exists()
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-def test_a_disk_that_is_full(model, prompts, capfd):
-    assert run("m", "-i", prompts, "-o", "/dev/full") == 4
-    assert "No space left" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("fault", [PlanError("one owner", "block 3 is mine"), KeyError("oops")])
-def test_a_fault_of_the_engine_is_shown_whole(model, prompts, results, rows_of, capfd, fault):
-    def broken():
-        if model.engine.steps == 2:
-            raise fault
-
-    model.engine.before_step = broken
-    assert run("m", "-i", prompts, "-o", results) == 4
-    err = capfd.readouterr().err
-    assert "cannot go on" in err
-    assert "Traceback" in err
-    assert str(fault) in err
-    assert len(rows_of(results)) == 2
-
-
 def test_info(model, capfd):
     assert run("info", "m", "--rows", 5) == 0
     out, err = capfd.readouterr()
     assert out == "group     one\nrows      2\n"
     assert err == ""
     assert model.asked[0][1]["rows"] == 5
+
+
+def test_the_version_is_told_without_a_model(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"jaxstate (\d+\.\d+\.\d+|unknown)\n", capsys.readouterr().out)
+
+
+def test_a_warning_while_loading_is_one_line_of_the_report(model, monkeypatch, prompts, capfd):
+    def load(name, **options):
+        warnings.warn("compiled programs are not kept: no such place", stacklevel=2)
+        return model
+
+    monkeypatch.setattr(jaxstate.serve.model, "load", load)
+    assert run("m", "-i", prompts, "-o", os.devnull) == 0
+    err = capfd.readouterr().err
+    assert "warning   compiled programs are not kept: no such place\n" in err
+    assert "UserWarning" not in err

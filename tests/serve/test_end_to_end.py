@@ -173,8 +173,10 @@ def test_info_of_a_model(serve, model):
         "mamba: recurrent, 3 layers",
         "5 in flight",
         "decode, 5",
+        "for weights and states",
     ):
         assert text in out
+    assert "mosaic declines" in out and out.count("needs an NVIDIA GPU") == 1
     # Three layers of a window of 3 x 128 and a state of 6 x 16 x 16 numbers, in float32.
     assert f"{3 * (3 * 128 + 6 * 16 * 16) * 4 / 1024:.1f} KiB of state" in out
 
