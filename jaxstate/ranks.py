@@ -187,11 +187,13 @@ def _levelled(ranks: Ranks) -> Ranks:
     spare = [_vacant(s) - len(s.waiting) for s in schedules]
     while True:
         thief, victim = spare.index(max(spare)), spare.index(min(spare))
-        *stay, moves = schedules[victim].waiting or (None,)
+        queued = schedules[victim].waiting
         # What is read for later belongs where it is to be kept.
-        if not spare[thief] > 0 > spare[victim] or moves is None or moves.reads:
+        moves = next((w for w in reversed(queued) if not w.reads), None)
+        if not spare[thief] > 0 > spare[victim] or moves is None:
             return Ranks(tuple(schedules))
-        schedules[victim] = dataclasses.replace(schedules[victim], waiting=tuple(stay))
+        stay = tuple(w for w in queued if w is not moves)
+        schedules[victim] = dataclasses.replace(schedules[victim], waiting=stay)
         queue = (*schedules[thief].waiting, moves)
         schedules[thief] = dataclasses.replace(schedules[thief], waiting=queue)
         spare[victim], spare[thief] = spare[victim] + 1, spare[thief] - 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import re
+import threading
 import time
 
 import msgspec
@@ -161,6 +164,36 @@ def test_states_of_other_circumstances_are_passed_over_and_replaced(start, folde
     newer.prefixes.save(folder)
     again = start().prefixes.load(folder)
     assert again.states == 1 and "2 of the states" in again.problems[0]
+
+
+def test_states_from_a_cpu_with_other_instructions_are_passed_over(start, folder, monkeypatch):
+    """XLA compiles for the instructions that it finds, and sums in another order with others."""
+    monkeypatch.setattr("jaxstate.prefix_store.instructions", lambda: "riscv64 0123")
+    told = start().prefixes.load(folder)
+    assert told.states == 0 and "instructions" in told.problems[0]
+    assert "here 'riscv64 0123'" in told.problems[0]
+
+
+def test_two_that_save_at_once_leave_whole_files_of_both(start, folder, monkeypatch):
+    """Both are in the midst of writing the same three states when the first of them is done."""
+    engines = [start(), Engine(ToyLM(), REUSING)]
+    for engine, seed in zip(engines, (5, 6), strict=True):
+        engine.prefixes.load(folder)
+        ask(engine, text(264, seed))
+    both, replace = threading.Barrier(2), os.replace
+
+    def together(source, target):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=5)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", together)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        saved = list(threads.map(lambda e: e.prefixes.save(folder), engines))
+    assert [s.states for s in saved] == [4, 4] and not any(s.problems for s in saved)
+    assert [n for n in os.listdir(folder) if n.endswith(".part")] == []
+    told = start().prefixes.load(folder)
+    assert (told.states, told.problems) == (5, ())
 
 
 def damaged(content: bytes, how: str) -> bytes:

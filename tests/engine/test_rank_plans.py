@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxstate import scheduler
+from jaxstate import readings, scheduler
 from jaxstate.errors import CapacityError
 from jaxstate.plan import PlanShape
 from jaxstate.ranks import Ranks
@@ -124,6 +124,19 @@ def test_what_waits_moves_to_a_rank_that_has_a_row_for_it():
         for name in (name for rank in names for name in rank):
             tokens[name] = tokens.get(name, 0) + 1
     assert all(tokens[f"r{i}"] >= 40 / 4 for i in range(6))
+
+
+def test_what_is_read_for_later_stays_where_it_is_to_be_kept_and_holds_nobody_up():
+    run = Run(ranks_of(2))
+    schedules = list(run.ranks.schedules)
+    for i in range(4):  # two rows, so that two of them wait
+        schedules[0] = scheduler.submit(schedules[0], request(f"r{i}", prompt_of(8, i), 40))
+    schedules[0] = readings.pin(schedules[0], prompt_of(64, 9), "")
+    run.ranks = Ranks(tuple(schedules))
+    run.step()
+    assert run.running() == [["r0", "r1"], ["r3", "r2"]]
+    queues = [list(s.waiting) for s in run.ranks.schedules]
+    assert [[w.reads for w in queue] for queue in queues] == [["pin"], []]
 
 
 def test_a_full_rank_passes_on_what_its_pool_has_no_room_for():

@@ -1,5 +1,6 @@
 """The command line when something goes wrong: closed ends, signals, a full disk, a fault of the engine."""
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import pytest
 
 import jaxstate.serve.model
 from jaxstate.errors import PlanError
+from jaxstate.lm import LM
 from jaxstate.serve import lines
 from tests.serve.conftest import run
 
@@ -125,3 +127,36 @@ def test_a_fault_of_the_engine_is_shown_whole(model, prompts, results, rows_of, 
     assert "Traceback" in err
     assert str(fault) in err
     assert len(rows_of(results)) == 2
+
+
+def test_what_one_may_not_read_is_a_wrong_command_line(model, prompts, results, monkeypatch, capfd):
+    """Root may read and write anything, so that the system is made to refuse."""
+    may_open, may_access = os.open, os.access
+
+    def opened(path, *rest, **options):
+        if os.fspath(path) == str(prompts):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return may_open(path, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        assert run("m", "-i", prompts, "-o", results) == 2
+    assert f"cannot read the input {prompts}: Permission denied" in capfd.readouterr().err
+    store = results.parent / "store"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: path != store and may_access(path, mode))
+        assert run("m", "-i", prompts, "-o", results, "--prefix-store", store) == 2
+    assert f"{store} may not be read and written by this user" in capfd.readouterr().err
+    assert model.asked == []
+
+
+def test_a_model_that_one_may_not_read_is_a_wrong_command_line(
+    prompts, results, monkeypatch, capfd
+):
+    def load(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "m/model.safetensors")
+
+    monkeypatch.setattr(LM, "load", load)
+    assert run("demo", "-i", prompts, "-o", results) == 2
+    assert "cannot read m/model.safetensors: Permission denied" in capfd.readouterr().err
+    assert not results.exists()
