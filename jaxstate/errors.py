@@ -6,6 +6,8 @@ not parse text. `assert` is kept for mistakes of our own.
 
 from __future__ import annotations
 
+import functools
+
 
 class JaxstateError(Exception):
     """Base of every error that jaxstate raises for a mistake of its user."""
@@ -27,21 +29,33 @@ class CapacityError(JaxstateError):
             f"request {request!r}, group {group!r}: needs {need} {unit}, has room for {capacity}; {remedy}"
         )
 
+    def __reduce__(self):
+        # An error may be raised in another process than it is caught in.
+        names = ("request", "group", "need", "capacity", "unit", "remedy")
+        given = {name: getattr(self, name) for name in names}
+        return functools.partial(type(self), **given), ()
+
 
 class OwnershipError(JaxstateError):
     """A block operation against the rules of ownership, such as a double free or a write to a sealed block."""
 
     def __init__(self, rule: str, message: str):
-        self.rule = rule
+        self.rule, self._message = rule, message
         super().__init__(f"{message} (rule: {rule})")
+
+    def __reduce__(self):
+        return type(self), (self.rule, self._message)
 
 
 class PlanError(JaxstateError):
     """A plan that breaks a rule; found on the host, before anything was dispatched."""
 
     def __init__(self, rule: str, message: str):
-        self.rule = rule
+        self.rule, self._message = rule, message
         super().__init__(f"{message} (rule: {rule})")
+
+    def __reduce__(self):
+        return type(self), (self.rule, self._message)
 
 
 class RequestError(JaxstateError, ValueError):
@@ -50,6 +64,9 @@ class RequestError(JaxstateError, ValueError):
     def __init__(self, code: str, message: str, param: str | None = None):
         self.code, self.message, self.param = code, message, param
         super().__init__(message)
+
+    def __reduce__(self):
+        return type(self), (self.code, self.message, self.param)
 
 
 class CheckpointError(JaxstateError):

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ class LM:
             has not ended.
           CapacityError: a prompt that leaves no room for a token; none of the prompts is run then.
         """
-        params, many = _sampling(sampling), _as_list(prompts)
+        params, many = sampling_params(sampling), _as_list(prompts)
         names = [
             (p, str(i) if n == 1 else f"{i}/{k}") for i, p in enumerate(many) for k in range(n)
         ]
@@ -196,7 +196,7 @@ class LM:
             )
         if "max_tokens" in sampling:
             raise RequestError("unknown_field", "decode takes steps, not max_tokens", "max_tokens")
-        params = _sampling({**sampling, "max_tokens": steps})
+        params = sampling_params({**sampling, "max_tokens": steps})
         return self._runner.decode(seqs, params, forced)
 
     def restore(self, snapshot: Snapshot) -> Sequences:
@@ -284,11 +284,17 @@ def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return [many] if many and isinstance(many[0], int | np.integer) else many
 
 
-def _sampling(given: dict[str, Any]) -> SamplingParams:
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """The parameters of these names and values; RequestError names one that is not known or cannot be."""
+    check_names(given)
+    return SamplingParams(**given)
+
+
+def check_names(given: Iterable[str]) -> None:
+    """Raises RequestError unless all of these are names of sampling parameters."""
     known = [field.name for field in dataclasses.fields(SamplingParams)]
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
             raise RequestError("unknown_field", f"there is no parameter {name!r}; {hint}", name)
-    return SamplingParams(**given)

@@ -41,7 +41,7 @@ LAYERS = (
         "jaxstate.lm",
         "jaxstate",  # the package's front: names of the layers up to here
     ),
-    ("jaxstate.serve",),
+    ("jaxstate.serve", "jaxstate.ray"),
 )
 OURS = ("jaxstate", "pallas_kernels")
 
