@@ -24,7 +24,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'jaxstate[r
 from jaxstate.ray import ADDED, Worker  # noqa: E402  (which needs Ray)
 
 ROOT = Path(__file__).parents[1]
-SIZES = {"rows": 2, "max_len": 128, "chunk_tokens": 64, "decode_steps": 2}
+SIZES = {"rows": 2, "max_len": 256, "chunk_tokens": 64, "decode_steps": 4}  # as in the snippet
 GIVEN = {"id": "id", "row_sampling": ["temperature", "seed"],
          "sampling": {"max_tokens": 12, "ignore_eos": True}}  # fmt: skip
 
@@ -272,7 +272,8 @@ def test_no_row_is_lost_or_doubled_when_a_worker_is_killed(folder, rows, alone, 
     """Two workers of a local cluster, one killed in the middle of a batch; then what the documentation shows."""
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     (tmp_path / "given.json").write_text(json.dumps({"model": folder, "sizes": SIZES, **GIVEN}))
-    (tmp_path / "shown.py").write_text(snippet())
+    # A smaller model than the one that it names, whose programs there are already.
+    (tmp_path / "shown.py").write_text(snippet().replace('"demo"', repr(folder)))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
     paths = [tmp_path / n for n in ("rows.json", "given.json", "mark", "shown.py", "out.json")]
     ran = subprocess.run(
