@@ -17,6 +17,7 @@ from jaxstate.engine import Engine, Report
 from jaxstate.errors import CheckpointError, JaxstateError, RequestError
 from jaxstate.models import load_model
 from jaxstate.models.base import CausalLM
+from jaxstate.models.tensors import read_whole
 from jaxstate.prefix_store import Stored
 from jaxstate.request import Completion, Event, Request, SamplingParams
 from jaxstate.runner import Runner
@@ -69,7 +70,9 @@ class LM:
         """
         use_persistent_cache()
         folder = model_folder(name)
-        model = load_model(folder, dtype=dtype)
+        # What several devices share may be more than one of them has room for.
+        shared = sizes is not None and (sizes.tensor_parallel or 1) > 1
+        model = load_model(folder, dtype=dtype, read=not shared)
         tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
         return cls(
             model,
@@ -256,7 +259,7 @@ class LM:
     @functools.cached_property
     def _runner(self) -> Runner:
         engine = self.engine
-        return Runner(self.model, engine.shape, self.tokenizer, poison=engine.poison)
+        return Runner(read_whole(self.model), engine.shape, self.tokenizer, poison=engine.poison)
 
     def close(self) -> None:
         """Frees the model's and the engine's memory; the LM cannot be used after."""

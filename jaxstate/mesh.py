@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxstate.errors import SpecError
-from jaxstate.models.shards import MODEL, Divided
+from jaxstate.models.shards import MODEL, Cut, Divided
 from jaxstate.state.cache import StateCache
-from jaxstate.state.spec import CacheSpec
+from jaxstate.state.spec import CacheSpec, GroupSpec
 from jaxstate.step import EngineState
 from jaxstate.typing import Array, Device, PyTree
 
@@ -86,9 +86,40 @@ class RankMesh:
         return EngineState(tables=P(DATA), cache=cache, rows=P(DATA))  # pyright: ignore
 
     def place(self, model: Divided) -> list[Array]:
-        """The model's arrays where the ranks need them; where they are already nothing is copied."""
+        """The model's arrays where the ranks need them; where they are already nothing is copied.
+
+        What is divided, or not read yet, goes tensor by tensor, and to each device no more than its share.
+        """
         specs = [NamedSharding(self.mesh, spec) for spec in _param_specs(model)]
-        return jax.device_put(model.params, specs)
+        placed = list(model.params)
+        here = [
+            i for i, x in enumerate(placed) if model.cuts[i] is None and isinstance(x, jax.Array)
+        ]
+        for i, there in zip(
+            here, jax.device_put([placed[i] for i in here], [specs[i] for i in here]), strict=True
+        ):
+            placed[i] = there
+        for i in sorted({*range(len(placed))} - {*here}):
+            placed[i] = self._share(model.params[i], model.cuts[i], specs[i])
+        return placed
+
+    def _share(self, value: Any, cut: Cut | None, there: NamedSharding) -> Array:
+        if isinstance(value, jax.Array):
+            value = np.asarray(value)
+        shape, width = list(value.shape), 1
+        if cut is not None:
+            width = cut.width(self.shards)
+            shape[cut.axis] = width * self.shards
+
+        @functools.cache
+        def part(shard: int) -> np.ndarray:
+            return np.array(value) if cut is None else cut.share(value, shard, self.shards)
+
+        def of(index: Any) -> np.ndarray:
+            return part(0 if cut is None else (index[cut.axis].start or 0) // width)
+
+        # One is done with before the next is read.
+        return jax.block_until_ready(jax.make_array_from_callback(tuple(shape), there, of))
 
     def create_state(self, spec: CacheSpec, *, poison: bool) -> EngineState:
         """The state of ranks on which nothing has happened, each made where it stays."""
@@ -105,8 +136,27 @@ class RankMesh:
 
     def placing(self, place: Callable[..., Any]) -> Any:
         """`place(state, ids, values) -> state`, with ids of each rank's own, compiled; it donates the state."""
+        values = P()
+        if self.leaf_axes is not None:
+            values = jax.tree.map(lambda axis: P(None, None, *[None] * axis, MODEL), self.leaf_axes)
         return jax.jit(
-            self._each(place, (self._state, P(DATA), P()), self._state), donate_argnums=0
+            self._each(place, (self._state, P(DATA), values), self._state), donate_argnums=0
+        )
+
+    def joined(self, groups: SequenceOf[GroupSpec]) -> tuple[GroupSpec, ...]:
+        """The layout of blocks whose shards lie one after the other, as they do in the state of all devices."""
+        axes = self.leaf_axes
+        if axes is None:
+            return tuple(groups)
+
+        def join(leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
+            shape = list(leaf.shape)
+            shape[axis] *= self.shards
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        return tuple(
+            dataclasses.replace(g, leaves=jax.tree.map(join, g.leaves, axes[g.name]))
+            for g in groups
         )
 
     def only(self, rank: int, ids: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -124,4 +174,4 @@ class RankMesh:
 
 
 def _param_specs(model: Divided) -> list[P]:
-    return [P() if axis is None else P(*[None] * axis, MODEL) for axis in model.axes]
+    return [P() if cut is None else P(*[None] * cut.axis, MODEL) for cut in model.cuts]

@@ -92,17 +92,21 @@ class PrefixStore:
 
     folder: pathlib.Path
     identity: Identity
+    layout: tuple[Layout, ...]
     groups: tuple[GroupSpec, ...]
     circumstances: Mapping[str, str | int]
 
     @classmethod
     def of(
-        cls, folder: str | os.PathLike, model: CausalLM, shape: PlanShape, device: Device
-    ) -> PrefixStore:
-        """The folder as an engine with these plans sees it."""
-        return cls(
-            pathlib.Path(folder), identify(model), model.groups(), circumstances(shape, device)
-        )
+        cls, folder: str | os.PathLike, model: CausalLM, groups: tuple[GroupSpec, ...],
+        circumstances: Mapping[str, str | int],
+    ) -> PrefixStore:  # fmt: skip
+        """The folder as an engine sees it in these circumstances; its blocks have the layout `groups`.
+
+        That differs from the model's own where shards have a part each, and what several need is in each of them.
+        """
+        layout = tuple(map(Layout.of, model.groups()))
+        return cls(pathlib.Path(folder), identify(model), layout, groups, circumstances)
 
     def entries(self) -> tuple[list[Entry], list[str]]:
         """What can be read, the most valuable first, and a line for each file that cannot.
@@ -181,7 +185,7 @@ class PrefixStore:
           OSError: the disk is full, or the folder cannot be written.
         """
         header = _Header(
-            FORMAT, versions(), self.identity, self._layout, dict(self.circumstances),
+            FORMAT, versions(), self.identity, self.layout, dict(self.circumstances),
             tuple(key.hex() for key in checkpoint.chain), _hidden(checkpoint.salt),
             checkpoint.cost, checkpoint.uses, worth, "",
         )  # fmt: skip
@@ -214,12 +218,8 @@ class PrefixStore:
                     path.unlink(missing_ok=True)
 
     def _check(self, path: pathlib.Path, header: _Header) -> None:
-        ours = self.identity, self._layout
+        ours = self.identity, self.layout
         check_same(f"the prefix store's {path}", (header.identity, header.layout), ours)
-
-    @property
-    def _layout(self) -> tuple[Layout, ...]:
-        return tuple(map(Layout.of, self.groups))
 
     def _path(self, key: Key) -> pathlib.Path:
         return self.folder / f"{key.hex()}.safetensors"
@@ -311,7 +311,7 @@ def save(
     return Stored(states, nbytes, len(nodes) - len(picked), tuple(problems))
 
 
-def circumstances(shape: PlanShape, device: Device) -> dict[str, str | int]:
+def circumstances(shape: PlanShape, device: Device, shards: int) -> dict[str, str | int]:
     """What decides the last bits of a state that a prefill computes, beside the model and the versions."""
     return {
         "device": device.device_kind,
@@ -320,6 +320,7 @@ def circumstances(shape: PlanShape, device: Device) -> dict[str, str | int]:
         "jaxlib": importlib.metadata.version("jaxlib"),
         "rows": shape.spec.rows,
         "chunk_tokens": shape.chunk_tokens,
+        "tensor_parallel": shards,
         "checkpoints in a step": shape.checkpoints,
         "matmul precision": str(jax.config.jax_default_matmul_precision),  # pyright: ignore[reportAttributeAccessIssue]
     }

@@ -104,11 +104,9 @@ class Prefixes:
     def _store(self, folder: str | os.PathLike) -> PrefixStore:
         self._check()
         engine = self._engine
-        if engine.mesh.shards > 1:
-            raise SpecError(
-                "with tensor_parallel the states of prefixes are not stored in a folder"
-            )
-        return PrefixStore.of(folder, engine.model, engine.shape, engine.mesh.devices[0])
+        mesh = engine.mesh
+        here = prefix_store.circumstances(engine.shape, mesh.devices[0], mesh.shards)
+        return PrefixStore.of(folder, engine.model, mesh.joined(engine.shape.spec.groups), here)
 
     def _check(self) -> None:
         if not self._engine.shape.checkpoints:

@@ -103,6 +103,12 @@ class Checkpoint:
         with safe_open(header.file, framework="np") as file:
             return file.get_tensor(header.name)
 
+    def read_part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """What the slices, one an axis, cut out of that tensor; no more than that is read."""
+        header = self.headers[name]
+        with safe_open(header.file, framework="np") as file:
+            return file.get_slice(header.name)[index]
+
     def dtype(self, name: str) -> str:
         """The dtype of a tensor in the file, as numpy names it."""
         return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}[self.headers[name].dtype]

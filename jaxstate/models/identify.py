@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxstate.models.base import CausalLM
+from jaxstate.models.tensors import Unread
 from jaxstate.state.identity import Identity
 from jaxstate.typing import Array, UInt32
 
@@ -18,8 +19,15 @@ def identify(model: CausalLM) -> Identity:
     """The model's name, and a hash of its config and of its tensors' names, shapes, dtypes and every bit."""
     named = jax.tree_util.tree_flatten_with_path(model)[0]
     digest = hashlib.blake2b(repr(model.config).encode(), digest_size=16)
-    # All are on their way before the first is waited for.
-    sums = jax.device_get([_checksum(leaf) for _, leaf in named])
+    # All are on their way before the first is waited for, but for what is still to be read: that may not all fit.
+    sums = jax.device_get(
+        [
+            jax.device_get(_checksum(jnp.asarray(leaf)))
+            if isinstance(leaf, Unread)
+            else _checksum(leaf)
+            for _, leaf in named
+        ]
+    )
     for (path, leaf), values in zip(named, sums, strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         digest.update(f"{name} {leaf.shape} {leaf.dtype}".encode() + values.tobytes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import jax
@@ -17,6 +18,7 @@ from jaxstate.models.base import CausalLM, Config
 from jaxstate.models.checkpoint import CONFIG, WEIGHTS, Checkpoint
 from jaxstate.models.mamba import MambaConfig, MambaLM
 from jaxstate.models.mamba2 import Mamba2Config, Mamba2LM
+from jaxstate.models.tensors import Tensor, Unread
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "falcon_mamba": (MambaConfig, MambaLM),
@@ -43,8 +45,8 @@ def parse_config(values: Mapping[str, Any], what: str = CONFIG) -> Config:
 
 
 def load_model(
-    folder: str | pathlib.Path, dtype: Any = None, *, state_dtype: Any = jnp.float32
-) -> CausalLM:
+    folder: str | pathlib.Path, dtype: Any = None, *, state_dtype: Any = jnp.float32, read: bool = True,
+) -> CausalLM:  # fmt: skip
     """The model in a folder with config.json and safetensors files.
 
     Args:
@@ -53,6 +55,7 @@ def load_model(
         bias of dt stay float32 whatever it is, and matrices that the file has in bfloat16 stay so in a float32 model,
         which computes the same with half the bytes.
       state_dtype: of the recurrent state in the cache.
+      read: with False the tensors stay in their files until an engine puts them on devices, on each its share alone.
 
     Raises:
       CheckpointError: the folder is not a whole model of a supported family; nothing was created.
@@ -65,6 +68,13 @@ def load_model(
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else checkpoint.dtype(_EMBEDDING)
     dtype = _float_dtype(dtype)
+    if not read:
+        return jax.tree.map(
+            lambda tensor: tensor.unread(
+                checkpoint.dtype(tensor.name), dtype, partial(checkpoint.read_part, tensor.name)
+            ),
+            _blueprint(config, dtype, state_dtype),
+        )
     # Without the copy an array on a CPU could share its memory with the file.
     return jax.tree.map(
         lambda tensor: tensor.kept(jnp.array(checkpoint.read(tensor.name), copy=True), dtype),
@@ -73,10 +83,17 @@ def load_model(
 
 
 def from_random(
-    config: Config, seed: int = 0, dtype: Any = jnp.float32, *, state_dtype: Any = jnp.float32
-) -> CausalLM:
-    """A model with the random weights that training starts from, made on the device."""
+    config: Config, seed: int = 0, dtype: Any = jnp.float32, *, state_dtype: Any = jnp.float32, read: bool = True,
+) -> CausalLM:  # fmt: skip
+    """A model with the random weights that training starts from, made on the device; `read` is as in `load_model`."""
     dtype = _float_dtype(dtype)
+    if not read:
+        return jax.tree.map(
+            lambda tensor: Unread(
+                tensor.kept_shape(), tensor.dtype(dtype), partial(_random_part, tensor, seed, dtype)
+            ),
+            _blueprint(config, dtype, state_dtype),
+        )
     return jax.tree.map(
         lambda tensor: tensor.random(seed, dtype), _blueprint(config, dtype, state_dtype)
     )
@@ -105,6 +122,15 @@ def save_model(model: CausalLM, folder: str | pathlib.Path) -> None:
     (folder / CONFIG).write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
+
+
+def _random_part(tensor: Tensor, seed: int, dtype: Any, index: tuple[slice, ...]) -> np.ndarray:
+    return _random(tensor, seed, dtype)[index]
+
+
+@lru_cache(maxsize=1)  # for the parts of a tensor, which are asked for one after the other
+def _random(tensor: Tensor, seed: int, dtype: Any) -> np.ndarray:
+    return np.asarray(tensor.random(seed, dtype))
 
 
 def _blueprint(config: Config, dtype: Any, state_dtype: Any) -> CausalLM:

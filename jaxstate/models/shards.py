@@ -35,21 +35,48 @@ class Cut(NamedTuple):
     axis: int
     sections: tuple[Section, ...]
 
+    def width(self, shards: int) -> int:
+        """Of one shard's part, along the axis."""
+        return sum(part.stop - part.start for part in self.parts(0, shards))
+
+    def parts(self, shard: int, shards: int) -> list[slice]:
+        """What a shard has of each section."""
+        made, at = [], 0
+        for width, parts in self.sections:
+            size = width // parts
+            begin = at + shard * parts // shards * size
+            made.append(slice(begin, begin + size))
+            at += width
+        return made
+
+    def share(self, value: Any, shard: int, shards: int) -> np.ndarray:
+        """A shard's part of a tensor; nothing else is read of it."""
+        assert sum(section.width for section in self.sections) == value.shape[self.axis], self
+        before, after = self.axis, len(value.shape) - self.axis - 1
+        every = slice(None)
+        return np.concatenate(
+            [
+                np.asarray(value[(*[every] * before, part, *[every] * after)])
+                for part in self.parts(shard, shards)
+            ],
+            self.axis,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
     """A model as its shards run it.
 
     Attributes:
-      params: the arrays, those of shards one after the other where they are divided.
-      axes: per array the axis along which shards lie; None for one that all have whole.
+      params: the whole model's arrays, or what is to be read.
+      cuts: how each is cut; None for one that all shards have whole.
       tree: what makes one shard's arrays a model.
       groups: one shard's state layout.
       leaf_axes: per leaf of a block the axis along which shards lie; None for a model that is not divided.
     """
 
     params: list[Any]
-    axes: list[int | None]
+    cuts: list[Cut | None]
     tree: Any
     groups: tuple[GroupSpec, ...]
     leaf_axes: dict[str, PyTree] | None = None
@@ -69,25 +96,13 @@ def divide(model: Any, shards: int) -> Divided:
             f"tensor_parallel is {shards}; {type(model).__name__} runs on 1 device a rank"
         )
     shard, cuts = model.blueprint(shards), model.cuts(shards)
-    made, axes = [], []
-    for tensor, value in zip(jax.tree.leaves(model.blueprint(1)), params, strict=True):
-        cut = cuts.get(tensor.name.partition(".mixer.")[2])
-        made.append(value if cut is None else _cut(np.asarray(value), cut, shards))
-        axes.append(None if cut is None else cut.axis)
-    groups = cast(tuple[GroupSpec, ...], shard.groups())
-    return Divided(made, axes, jax.tree.structure(shard), groups, {model.GROUP: model.leaf_axes})
-
-
-def _cut(value: np.ndarray, cut: Cut, shards: int) -> np.ndarray:
-    ends = np.cumsum([section.width for section in cut.sections])
-    assert ends[-1] == value.shape[cut.axis], (ends, value.shape)
-    sections = np.split(value, ends[:-1], cut.axis)
-    parts = [
-        np.split(section, parts, cut.axis)
-        for section, (_, parts) in zip(sections, cut.sections, strict=True)
+    wanted = [
+        cuts.get(tensor.name.partition(".mixer.")[2])
+        for tensor in jax.tree.leaves(model.blueprint(1))
     ]
-    mine = [part[shard * len(part) // shards] for shard in range(shards) for part in parts]
-    return np.concatenate(mine, cut.axis)
+    groups = cast(tuple[GroupSpec, ...], shard.groups())
+    leaf_axes = {model.GROUP: model.leaf_axes}
+    return Divided(params, wanted, jax.tree.structure(shard), groups, leaf_axes)
 
 
 def check_divides(what: str, size: int, shards: int) -> None:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstate.typing import Array
+from jaxstate.typing import Array, Device
 
 Init = Callable[[Array, tuple[int, ...]], Array]
 
@@ -49,10 +49,33 @@ class Tensor:
         """The dtype it is kept in."""
         return jnp.dtype(jnp.float32 if self.float32 else model_dtype)
 
+    def kept_dtype(self, filed: Any, model_dtype: Any) -> Any:
+        """The dtype in which it is kept when its file has another."""
+        narrow = self.factor and filed == jnp.bfloat16 and model_dtype == jnp.float32
+        return jnp.dtype(filed) if narrow else self.dtype(model_dtype)
+
     def kept(self, value: Array, model_dtype: Any) -> Array:
         """The file's value as the model keeps it."""
-        narrow = self.factor and value.dtype == jnp.bfloat16 and model_dtype == jnp.float32
-        return _keep(value, self.conv, value.dtype if narrow else self.dtype(model_dtype))
+        return _keep(value, self.conv, self.kept_dtype(value.dtype, model_dtype))
+
+    def unread(self, filed: Any, model_dtype: Any, read: Callable[..., np.ndarray]) -> Unread:
+        """As `kept`, of what `read` will read from a file that has it in the dtype `filed`."""
+        dtype = self.kept_dtype(jnp.dtype(filed), model_dtype)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            if self.conv:
+                taps, channels = index
+                value = read((channels, slice(None), taps))[:, 0, :].T
+            else:
+                value = read(index)
+            with np.errstate(over="ignore"):  # to infinity, as on a device
+                return value.astype(dtype)
+
+        return Unread(self.kept_shape(), dtype, part)
+
+    def kept_shape(self) -> tuple[int, ...]:
+        """The shape as the model keeps it."""
+        return (self.shape[2], self.shape[0]) if self.conv else self.shape
 
     def filed(self, value: Array) -> np.ndarray:
         """The model's value as the file has it."""
@@ -65,6 +88,34 @@ class Tensor:
         """Random values that depend on the seed and the name alone, made where they will stay."""
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(self.name.encode()))
         return _random(key, self.init, self.shape, self.conv, self.dtype(model_dtype))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unread:
+    """A tensor that nobody has read yet: `read` gives the part that slices, one an axis, cut out of it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[tuple[slice, ...]], np.ndarray]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.read((slice(None),) * len(self.shape)), dtype)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self.read(index)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def devices(self) -> set[Device]:
+        """Where it would go first."""
+        return {jax.local_devices()[0]}
+
+
+def read_whole(model: Any) -> Any:
+    """The model with everything that was not read yet on the first device."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True) if isinstance(x, Unread) else x, model)
 
 
 @partial(jax.jit, static_argnames=("conv", "dtype"))

@@ -157,3 +157,50 @@ def test_two_by_two_devices_make_the_tokens_of_one():
     assert {k: t for k, (t, _) in one.items()} == {k: t for k, (t, _) in four.items()}
     for key, (_, logprobs) in one.items():
         chex.assert_trees_all_close(np.array(four[key][1]), np.array(logprobs), atol=1e-4, rtol=0)
+
+
+def test_a_store_of_other_shards_is_passed_over_and_other_ranks_do_not_matter(tmp_path):
+    """What two shards kept is what two shards start from, on any number of ranks; to one they are another's."""
+    model, prompt = rough(dataclasses.replace(MAMBA2, n_groups=2), 3), (*prompt_of(150, 9), 1)
+    config = {"rows": 2, "max_len": 192, "chunk_tokens": 128, "decode_steps": 2, "checkpoints": 6}
+    programs = {}
+
+    def start(ranks, shards):
+        engine = Engine(model, Sizes(**config, data_parallel=ranks, tensor_parallel=shards))
+        if (ranks, shards) not in programs:
+            programs[ranks, shards] = {
+                k: engine.lower(k).compile(compiler_options=QUICK) for k in ("prefill", "decode")
+            }
+        engine._programs = dict(programs[ranks, shards])
+        return engine
+
+    def ask(engine, copies=1):
+        made = run_all(engine, [request(f"r{i}", prompt, 5) for i in range(copies)])
+        (bits,) = {(c.tokens, c.logprobs) for c in made.values()}
+        return bits, [c.cached_tokens for c in made.values()]
+
+    kept = {}
+    for ranks, shards in ((1, 1), (1, 2), (2, 2)):
+        engine = start(ranks, shards)
+        kept[ranks, shards], cached = ask(engine)
+        assert cached == [0]
+        told = engine.prefixes.save(tmp_path / f"{ranks}x{shards}")
+        assert told.states and not told.problems
+    assert kept[1, 2] == kept[2, 2]
+    for (ranks, shards), store in (((1, 2), "2x2"), ((2, 2), "1x2")):
+        engine = start(ranks, shards)
+        assert engine.prefixes.load(tmp_path / store).states == told.states
+        bits, cached = ask(engine, 2 * ranks)
+        assert bits == kept[1, 2] and set(cached) == {128}
+    for (ranks, shards), store, why in (
+        ((1, 1), "2x2", "tensor_parallel 2 (here 1)"),
+        ((2, 2), "1x1", "tensor_parallel 1 (here 2)"),
+    ):
+        engine = start(ranks, shards)
+        told = engine.prefixes.load(tmp_path / store)
+        assert told.states == 0 and len(told.problems) == 1 and why in told.problems[0]
+        bits, cached = ask(engine)
+        assert bits == kept[ranks, shards] and cached == [0]
+        # Its own take their place, and the others' are not taken for them.
+        assert engine.prefixes.save(tmp_path / store).states
+        assert start(ranks, shards).prefixes.load(tmp_path / store).states
