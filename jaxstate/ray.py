@@ -179,15 +179,15 @@ class Worker:
 
         engine, answers = self.lm.engine, {}
         running: dict[str, Request] = {}
-        for request in requests:
-            try:
-                engine.submit(request)
-                running[request.id] = request
-            except RequestError as error:
-                answers[request] = _Refused(error.code, error.message, error.param)
-            except CapacityError as error:
-                answers[request] = _Refused("too_long", str(error), "prompt")
         try:
+            for request in requests:
+                try:
+                    engine.submit(request)
+                    running[request.id] = request
+                except RequestError as error:
+                    answers[request] = _Refused(error.code, error.message, error.param)
+                except CapacityError as error:
+                    answers[request] = _Refused("too_long", str(error), "prompt")
             while running or not engine.idle:
                 for event in engine.step():
                     if event.completion is not None:
@@ -196,7 +196,11 @@ class Worker:
             fault = str(error).partition("\n")[0]
             lost = RequestError("device_failed", f"the device failed while the row ran: {fault}")
             answers.update(dict.fromkeys(running.values(), lost))
+            running.clear()
             self._renew()
+        finally:
+            for name in running:  # of a batch that fails; the next must not meet them
+                engine.abort(name, quiet=True)
         return answers
 
     def _renew(self) -> None:

@@ -254,6 +254,20 @@ def test_a_device_that_fails_costs_no_row_unless_it_stays_broken(make, rows, alo
         worker(batch(few))
 
 
+def test_a_batch_that_fails_leaves_nothing_to_the_next(worker, rows, alone, monkeypatch):
+    few, step = rows[:4], worker.lm.engine.step
+
+    def breaks():
+        step()
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(worker.lm.engine, "step", breaks)
+    with pytest.raises(KeyError, match="a mistake of ours"):
+        worker(batch(few))
+    monkeypatch.undo()
+    assert cells(worker(batch(few))) == [alone[row["id"]] for row in few]
+
+
 def test_without_ray_the_module_says_what_to_install():
     code = "import sys; sys.modules['ray'] = None; import jaxstate.ray"
     ran = subprocess.run(
