@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -9,11 +10,11 @@ from jaxtyping import Array
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["start", "size"]
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["start", "size", "inner"]
 )
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Columns `start` to `start + size` of `array`, as step ops take them where they take a matrix.
+    """Columns `start` to `start + size` of `array`, as ops take them where they take a matrix.
 
     XLA copies what it slices before a kernel of ours sees it; this leaves the slicing to the kernel.
     """
@@ -21,10 +22,17 @@ class Columns:
     array: Array
     start: int
     size: int
+    inner: tuple[int, ...] = ()  # what the columns are split into; none: nothing
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.array.shape[:-1], self.size)
+        return (*self.array.shape[:-1], *(self.inner or (self.size,)))
+
+    def reshaped(self, *inner: int) -> "Columns":
+        """The columns as an array of more axes, `inner` in place of the last one."""
+        if math.prod(inner) != self.size:
+            raise ValueError(f"{self.size} columns cannot be shaped as {inner}")
+        return dataclasses.replace(self, inner=inner)
 
     @property
     def dtype(self) -> Any:
@@ -32,7 +40,8 @@ class Columns:
 
     def sliced(self) -> Array:
         """The columns as an array of their own."""
-        return jax.lax.slice_in_dim(self.array, self.start, self.start + self.size, axis=-1)
+        columns = jax.lax.slice_in_dim(self.array, self.start, self.start + self.size, axis=-1)
+        return columns.reshape(self.shape)
 
 
 def split(array: Array, *sizes: int) -> list[Columns]:

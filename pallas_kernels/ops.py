@@ -87,7 +87,7 @@ def fill_blocks(
 
 
 def causal_conv(
-    x: Float[Array, "T D"],
+    x: Matrix,
     weight: Float[Array, "K D"],
     bias: Float[Array, "D"] | None,
     windows: Float[Array, "layers blocks K-1 D"],
@@ -100,7 +100,8 @@ def causal_conv(
     """Causal depthwise convolution of packed rows, then `activation` ("silu" or None).
 
     `weight[K - 1]` weighs the newest input. A row's state is its last K - 1 inputs, oldest first.
-    Arithmetic is float32; `y` has the dtype of `x`. Returns `(y, windows)`.
+    `x[T, D]` may be `Columns`. Arithmetic is float32; `y` has the dtype of `x`. Returns
+    `(y, windows)`.
 
     Raises ValueError for shapes that do not fit, an unknown activation or implementation, and
     TypeError for dtypes.
@@ -123,10 +124,10 @@ def selective_scan(
     x: Float[Array, "T D"],
     dt: Float[Array, "T D"],
     A: Float[Array, "D N"],
-    B: Float[Array, "T N"],
-    C: Float[Array, "T N"],
+    B: Matrix,
+    C: Matrix,
     skip: Float[Array, "D"] | None,
-    z: Float[Array, "T D"] | None,
+    z: Matrix | None,
     dt_bias: Float[Array, "D"] | None,
     states: Float[Array, "layers blocks N D"],
     layer: Layer,
@@ -138,8 +139,8 @@ def selective_scan(
 
     With `dt = softplus(dt + dt_bias)`: `h = exp(dt A) h + dt B x`, `y = C h + skip x`, times
     `silu(z)` if `z` is given. Arithmetic is float32; `y` has the dtype of `x`. Splitting a row over
-    calls at multiples of 64 tokens gives the same bits under jit if `states` is float32. Returns
-    `(y, states)`.
+    calls at multiples of 64 tokens gives the same bits under jit if `states` is float32. `B[T, N]`,
+    `C[T, N]` and `z[T, D]` may be `Columns`. Returns `(y, states)`.
 
     Raises ValueError for shapes that do not fit or an unknown implementation, and TypeError for
     dtypes.
@@ -162,11 +163,11 @@ def selective_scan(
 
 
 def ssd(
-    x: Float[Array, "T H P"],
-    dt: Float[Array, "T H"],
+    x: Float[Array, "T H P"] | Columns,
+    dt: Matrix,
     A: Float[Array, "H"],
-    B: Float[Array, "T G N"],
-    C: Float[Array, "T G N"],
+    B: Float[Array, "T G N"] | Columns,
+    C: Float[Array, "T G N"] | Columns,
     skip: Float[Array, "H"] | None,
     dt_bias: Float[Array, "H"] | None,
     states: Float[Array, "layers blocks H P N"],
@@ -182,7 +183,8 @@ def ssd(
     With `dt = clip(softplus(dt + dt_bias), *dt_limit)`, per head `h = exp(dt A) h + dt x B` and
     `y = h C + skip x`; heads `g H / G` to `(g + 1) H / G` share `B` and `C` of group `g`. Arithmetic
     is float32; `y` has the dtype of `x`. Splitting a row over calls at multiples of `chunk` gives
-    the same bits under jit if `states` is float32. Returns `(y, states)`.
+    the same bits under jit if `states` is float32. `x[T, H, P]`, `dt[T, H]`, `B[T, G, N]` and
+    `C[T, G, N]` may be `Columns`. Returns `(y, states)`.
 
     Raises ValueError for shapes or options that do not fit or an unknown implementation, and
     TypeError for dtypes.

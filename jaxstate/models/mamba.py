@@ -128,13 +128,12 @@ class MambaMixer(nnx.Module):
         self, x: Float[Array, "tokens d"], pools: Leaves, layer: Any, rows: Rows
     ) -> tuple[Float[Array, "tokens d"], Leaves]:
         """Packed tokens of many rows."""
-        inner, gate = jnp.split(self.in_proj(x), 2, -1)
+        inner, gate = self._project(x)
         inner, windows = pk.causal_conv(
             inner, self.conv1d.weight[...], value(self.conv1d.bias), pools["conv"], layer, rows,
             activation="silu",
         )  # fmt: skip
         dt, B, C = self._select(inner)
-        B, C = pk.sliced(B), pk.sliced(C)
         y, states = pk.selective_scan(
             inner, dt, self._A(), B, C, self.D[...], gate, self.dt_bias[...], pools["ssm"], layer,
             rows,
@@ -149,7 +148,7 @@ class MambaMixer(nnx.Module):
         self, x: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds, constants: Array
     ) -> tuple[Float[Array, "rows d"], Leaves]:
         """One token of each row."""
-        inner, gate = pk.split(self.in_proj(x), *[self.config.intermediate_size] * 2)
+        inner, gate = self._project(x)
         inner, windows = pk.conv_step(
             inner, self.conv1d.weight[...], value(self.conv1d.bias), pools["conv"], layer,
             rows.read_ids, rows.write_ids, activation="silu",
@@ -160,6 +159,10 @@ class MambaMixer(nnx.Module):
             rows.read_ids, rows.write_ids,
         )  # fmt: skip
         return self.out_proj(y, self.shards), {"conv": windows, "ssm": states}
+
+    def _project(self, x: Array) -> list[pk.Columns]:
+        """Inputs of the convolution, and gate."""
+        return pk.split(self.in_proj(x), *[self.config.intermediate_size] * 2)
 
     def _select(self, inner: Array) -> tuple[Array, pk.Columns | Array, pk.Columns | Array]:
         """The step size before its bias and softplus, and the input and output maps of the state.

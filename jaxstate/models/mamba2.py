@@ -157,7 +157,7 @@ class Mamba2Mixer(nnx.Module):
             inner, dt, self._A(), B, C, self.D[...], self.dt_bias[...], pools["ssm"], layer, rows,
             dt_limit=c.time_step_limit,
         )  # fmt: skip
-        return self._finish(y, gate), {"conv": windows, "ssm": states}
+        return self._finish(y, pk.sliced(gate)), {"conv": windows, "ssm": states}
 
     def constants(self) -> Array:
         """What decoding needs beside the parameters themselves: the decay rates."""
@@ -168,7 +168,7 @@ class Mamba2Mixer(nnx.Module):
     ) -> tuple[Float[Array, "rows d"], Leaves]:
         """One token of each row."""
         c = self.config
-        gate, xbc, dt = pk.split(self.in_proj(x), c.inner_size, c.conv_size, c.num_heads)
+        gate, xbc, dt = self._project(x)
         y, windows, states = pk.mamba2_step(
             xbc, dt, self.conv1d.weight[...], value(self.conv1d.bias), constants, self.D[...],
             self.dt_bias[...], pools["conv"], pools["ssm"], layer, rows.read_ids, rows.write_ids,
@@ -176,18 +176,17 @@ class Mamba2Mixer(nnx.Module):
         )  # fmt: skip
         return self._close(y.reshape((-1, c.inner_size))), {"conv": windows, "ssm": states}
 
-    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+    def _project(self, x: Array) -> list[pk.Columns]:
+        """Gate, inputs of the convolution, and step sizes."""
         c = self.config
-        gate, xbc, dt = jnp.split(self.in_proj(x), [c.inner_size, c.inner_size + c.conv_size], -1)
-        return gate, xbc, dt
+        return pk.split(self.in_proj(x), c.inner_size, c.conv_size, c.num_heads)
 
-    def _sections(self, xbc: Array) -> tuple[Array, Array, Array]:
+    def _sections(self, xbc: Array) -> tuple[pk.Columns, pk.Columns, pk.Columns]:
+        """Inputs by head, and the input and output maps of the state by group."""
         c = self.config
-        bc = c.n_groups * c.state_size
-        inner, B, C = jnp.split(xbc, [c.inner_size, c.inner_size + bc], -1)
-        grouped = (-1, c.n_groups, c.state_size)
-        inner = inner.reshape((-1, c.num_heads, c.head_dim))
-        return inner, B.reshape(grouped), C.reshape(grouped)
+        grouped = (c.n_groups, c.state_size)
+        inner, B, C = pk.split(xbc, c.inner_size, *[c.n_groups * c.state_size] * 2)
+        return inner.reshaped(c.num_heads, c.head_dim), B.reshaped(*grouped), C.reshaped(*grouped)
 
     def _A(self) -> Array:
         return -jnp.exp(self.A_log[...])

@@ -13,6 +13,7 @@ from pallas_kernels.columns import sliced
 from pallas_kernels.mosaic.support import supports
 
 __all__ = [
+    "causal_conv",
     "conv_step",
     "fill_blocks",
     "mamba2_step",
@@ -47,6 +48,13 @@ def _differentiable(kernel, twin, arguments: dict[str, Any]):
     step.defvjp(forward, lambda backward, cotangents: backward(cotangents))
     names = arguments.keys() - OPTIONS - KERNEL_OPTIONS
     return step({name: arguments[name] for name in names})
+
+
+def causal_conv(**arguments):
+    """`pallas_kernels.mosaic.packed_conv.causal_conv`, differentiable."""
+    from pallas_kernels.mosaic.packed_conv import causal_conv
+
+    return _differentiable(causal_conv, xla.causal_conv, arguments)
 
 
 def conv_step(**arguments):
@@ -88,5 +96,5 @@ def ssd(**arguments):
     """`pallas_kernels.mosaic.ssd_walk.ssd`, differentiable."""
     from pallas_kernels.mosaic.ssd_walk import ssd
 
-    arguments = {name: sliced(value) for name, value in arguments.items()}
+    arguments = {**arguments, "dt": sliced(arguments["dt"])}
     return _differentiable(ssd, xla.ssd, arguments)

@@ -11,6 +11,15 @@ class ConvConfig:
 
 
 @dataclass(frozen=True)
+class CausalConvConfig:
+    """`width` channels a thread; tiles of `tokens`, of which `unroll` are under way at once."""
+
+    width: int
+    tokens: int = 32
+    unroll: int = 8
+
+
+@dataclass(frozen=True)
 class SelectiveConfig:
     """`width` channels a thread, `lanes` states of a channel side by side in a warp, and `rows` rows
     of the batch in a program."""
@@ -51,6 +60,11 @@ def largest_divisor(size: int, choices: tuple[int, ...]) -> int:
 def conv_config(rows: int, channels: int) -> ConvConfig:
     """Small batches want many programs, large ones wide accesses."""
     return ConvConfig(largest_divisor(channels // 128, (2, 1)))
+
+
+def causal_conv_config(channels: int) -> CausalConvConfig:
+    """Wide accesses where the channels allow them."""
+    return CausalConvConfig(largest_divisor(channels // 128, (2, 1)))
 
 
 def selective_config(rows: int, channels: int, size: int) -> SelectiveConfig:

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.columns import Columns, parts
 from pallas_kernels.mosaic.blocks import inside, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
@@ -55,10 +56,10 @@ def selective_scan(
     x: Float[Array, "T D"],
     dt: Float[Array, "T D"],
     A: Float[Array, "D N"],
-    B: Float[Array, "T N"],
-    C: Float[Array, "T N"],
+    B: Float[Array, "T N"] | Columns,
+    C: Float[Array, "T N"] | Columns,
     skip: Float[Array, "D"] | None,
-    z: Float[Array, "T D"] | None,
+    z: Float[Array, "T D"] | Columns | None,
     dt_bias: Float[Array, "D"] | None,
     states: Float[Array, "layers blocks N D"],
     layer: int | Int[Array, ""],
@@ -74,6 +75,7 @@ def selective_scan(
     config = config or scan_config(count, channels, size, checkpoints)
     width, groups, tile, unroll = config.channels, config.groups, config.tokens, config.unroll
     per_group = size // groups
+    (B, first_B), (C, first_C), (z, first_z) = (parts(operand) for operand in (B, C, z))
     shape = (groups, per_group, width)
     layout = state_layout(groups)
     by_group, by_state, by_channel = layout.reduce(1), layout.reduce(2), layout.reduce((0, 1))
@@ -235,6 +237,9 @@ def selective_scan(
 
         def feed():
             skip, bias = per_channel("skip"), per_channel("dt_bias")
+            wide_columns = [("x", lanes), ("dt", lanes)]
+            if refs["z"] is not None:
+                wide_columns.append(("z", pl.ds(first_z + first, width)))
             narrow = plgpu.Layout.WG_STRIDED((tile, size), vec_size=2)
             nth = plgpu.broadcasted_iota(jnp.int32, (tile, width), 0, layout=TILE)
             narrow_nth = plgpu.broadcasted_iota(jnp.int32, (tile, size), 0, layout=narrow)
@@ -242,8 +247,11 @@ def selective_scan(
             def fetch(i):
                 """The inputs of tile i; nothing waits for them yet."""
                 part = pl.ds(start + begin_of(i), tile)
-                wide = [load(refs[name].at[part, lanes], TILE) for name in wide_names]
-                return wide, [load(refs[name].at[part], narrow) for name in "BC"]
+                wide = [load(refs[name].at[part, at], TILE) for name, at in wide_columns]
+                both = (("B", first_B), ("C", first_C))
+                return wide, [
+                    load(refs[name].at[part, pl.ds(at, size)], narrow) for name, at in both
+                ]
 
             def prepare(i, wide, both):
                 slot, skipped = lax.rem(i, 2), i * tile - begin_of(i)
@@ -300,7 +308,6 @@ def selective_scan(
         pl.when(lax.axis_index("thread") == TOKENS)(feed)
 
     kernel.__name__ = "selective_scan_kernel"
-    wide_names = ("x", "dt") if z is None else ("x", "dt", "z")
     missing = max(tile - tokens, 0)
     tokens += missing
 

@@ -45,6 +45,10 @@ class Tile(NamedTuple):
     def chunks(self):
         return lax.div(self.length + (Q - 1), Q)
 
+    def lanes(self, first: int, width: int):
+        """Columns of a program's part of its head, of heads `width` wide that begin at column `first`."""
+        return pl.ds(first + self.head * width + self.part * P, P)
+
     def place(self, chunk):
         """Where the steps of a chunk are; see `chunk_steps`."""
         return lax.div(self.start, Q) + self.row + chunk
@@ -153,8 +157,8 @@ def advance(state, total, weighted, B) -> tuple[Any, ...]:
     )
 
 
-def columns(k: int):
-    return pl.ds(k * W, W)
+def columns(k: int, first=0):
+    return pl.ds(first + k * W, W)
 
 
 class Points:
@@ -212,17 +216,17 @@ def find_tile(refs, rows: int, tokens: int, parts: int) -> tuple[Tile, Any, Any]
     return Tile(own, head, part, start, stop - start), read, write
 
 
-def put_rows(tile: Tile, chunk, value, staging, y) -> None:
+def put_rows(tile: Tile, chunk, value, staging, y, width: int) -> None:
     """Writes a chunk's outputs, and nothing past the row's end."""
     (tiles, copied), lines = staging
     start, valid = tile.start + chunk * Q, tile.valid(chunk)
-    lanes = pl.ds(tile.part * P, P)
+    lanes = tile.lanes(0, width)
 
     @pl.when(valid >= Q)
     def _():
         tiles[...] = value
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(copied, y.at[pl.ds(start, Q), tile.head, lanes])
+        plgpu.copy_smem_to_gmem(copied, y.at[pl.ds(start, Q), lanes])
 
     @pl.when(valid < Q)
     def _():
@@ -231,7 +235,7 @@ def put_rows(tile: Tile, chunk, value, staging, y) -> None:
 
         @pl.loop(0, valid)
         def _(q):
-            plgpu.copy_smem_to_gmem(lines.at[q], y.at[start + q, tile.head, lanes])
+            plgpu.copy_smem_to_gmem(lines.at[q], y.at[start + q, lanes])
 
 
 def chunk_steps(

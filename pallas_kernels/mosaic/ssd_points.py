@@ -25,7 +25,9 @@ from pallas_kernels.mosaic.ssd_chunk import (
 )
 
 
-def points_kernel(rows: int, points: int, per_group: int, dtype, interpreted: bool) -> Callable:
+def points_kernel(
+    rows: int, points: int, per_group: int, firsts, dtype, interpreted: bool
+) -> Callable:
     """One program per checkpoint inside a chunk and 64 rows of a head's state.
 
     The walk left the state at the start of the chunk in the checkpoint's block.
@@ -33,7 +35,8 @@ def points_kernel(rows: int, points: int, per_group: int, dtype, interpreted: bo
     memory = tile_memory(dtype, interpreted)
 
     def ssd_points_kernel(refs, pool):
-        parts, tiles = pool.shape[3] // P, pool.shape[4] // W
+        width, size = pool.shape[3:]
+        parts, tiles = width // P, size // W
         row, m = lax.div(lax.axis_index("point"), points), lax.rem(lax.axis_index("point"), points)
         head, part = lax.div(lax.axis_index("head"), parts), lax.rem(lax.axis_index("head"), parts)
         layer, start = refs["layer"][0], refs["offsets"][row]
@@ -44,14 +47,16 @@ def points_kernel(rows: int, points: int, per_group: int, dtype, interpreted: bo
 
         def body(x, B, dt, weighted, loaded):
             (x, x_copy), (B, B_copy) = (operand_and_copy(ref, interpreted) for ref in (x, B))
-            plgpu.copy_gmem_to_smem(refs["x"].at[span, head, lanes], x_copy, loaded)
+            lanes_of_head = pl.ds(firsts["x"] + head * width + part * P, P)
+            plgpu.copy_gmem_to_smem(refs["x"].at[span, lanes_of_head], x_copy, loaded)
             for k in range(tiles):
-                source = refs["B"].at[span, lax.div(head, per_group), columns(k)]
+                first = firsts["B"] + lax.div(head, per_group) * size
+                source = refs["B"].at[span, columns(k, first)]
                 plgpu.copy_gmem_to_smem(source, B_copy.at[k], loaded)
             place = lax.div(start, Q) + row + lax.div(position, Q)
             plgpu.copy_gmem_to_smem(refs["dt"].at[place, head], dt, loaded)
             places = [pool.at[layer, block, head, lanes, columns(k)] for k in range(tiles)]
-            state = [load(place, LAYOUT) for place in places]
+            state = [load(place, LAYOUT).astype(jnp.float32) for place in places]
             plgpu.barrier_wait(loaded)
             keep_rows(x, valid)
             for k in range(tiles):
@@ -60,7 +65,7 @@ def points_kernel(rows: int, points: int, per_group: int, dtype, interpreted: bo
             weigh(x, decays.weight, weighted)
             plgpu.commit_smem()
             for place, h in zip(places, advance(state, decays.total, weighted, B), strict=True):
-                store(place, h)
+                store(place, h.astype(pool.dtype))
 
         @pl.when((refs["write_ids"][row] != 0) & (block > 0) & (valid > 0))
         def _():

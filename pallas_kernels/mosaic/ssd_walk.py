@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.columns import Columns, parts
 from pallas_kernels.mosaic.blocks import read_block, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
@@ -49,7 +50,7 @@ WRITERS = 2  # warpgroups that compute outputs
 SLOTS = 2 * WRITERS  # chunks of tokens in shared memory
 
 
-def walk_kernel(rows: int, per_group: int, dtype, interpreted: bool) -> Callable:
+def walk_kernel(rows: int, per_group: int, firsts, dtype, interpreted: bool) -> Callable:
     """One program per row and 64 rows of a head's state, with three warpgroups.
 
     Two compute outputs, of every second chunk each, and all that does not need the state. The third
@@ -59,8 +60,8 @@ def walk_kernel(rows: int, per_group: int, dtype, interpreted: bool) -> Callable
     memory = tile_memory(dtype, interpreted)
 
     def ssd_kernel(refs, pool, y):
-        tokens, _, width = y.shape
-        tiles, parts = pool.shape[-1] // W, width // P
+        tokens, (width, size) = y.shape[0], pool.shape[3:]
+        tiles, parts = size // W, width // P
 
         def body(xs, Bs, Cs, dts, weighted, carried, totals, logs, owns, lines, square, *barriers):
             loaded, weighed, taken, ready, used, end = barriers
@@ -76,9 +77,9 @@ def walk_kernel(rows: int, per_group: int, dtype, interpreted: bool) -> Callable
                 barrier = loaded.at[slot]
                 for name, copy in (("B", B_copy), ("C", C_copy)):
                     for k in range(tiles):
-                        source = refs[name].at[span, group, columns(k)]
+                        source = refs[name].at[span, columns(k, firsts[name] + group * size)]
                         plgpu.copy_gmem_to_smem(source, copy.at[slot, k], barrier)
-                source = refs["x"].at[span, tile.head, lanes]
+                source = refs["x"].at[span, tile.lanes(firsts["x"], width)]
                 plgpu.copy_gmem_to_smem(source, x_copy.at[slot], barrier)
                 source = refs["dt"].at[tile.place(chunk), tile.head]
                 plgpu.copy_gmem_to_smem(source, dts.at[slot], barrier)
@@ -107,7 +108,10 @@ def walk_kernel(rows: int, per_group: int, dtype, interpreted: bool) -> Callable
 
                 def put(block, state):
                     for k, h in enumerate(state):
-                        store(pool.at[layer, block, tile.head, lanes, columns(k)], h)
+                        store(
+                            pool.at[layer, block, tile.head, lanes, columns(k)],
+                            h.astype(pool.dtype),
+                        )
 
                 def get(k):
                     return load(pool.at[layer, read, tile.head, lanes, columns(k)], LAYOUT)
@@ -195,7 +199,7 @@ def walk_kernel(rows: int, per_group: int, dtype, interpreted: bool) -> Callable
                     plgpu.barrier_arrive(used.at[side])
                     plgpu.commit_smem()  # all have read the inputs, whose place is free now
                     staging = (x, x_copy.at[slot]), lines
-                    put_rows(tile, chunk, out.astype(y.dtype), staging, y)
+                    put_rows(tile, chunk, out.astype(y.dtype), staging, y, width)
 
             def clear_outputs():
                 zero = splat(0.0, (Q, P), LAYOUT, y.dtype)
@@ -204,7 +208,7 @@ def walk_kernel(rows: int, per_group: int, dtype, interpreted: bool) -> Callable
                 def _(chunk):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.commit_smem()
-                    put_rows(tile, chunk, zero, ((xs.at[0], x_copy.at[0]), lines), y)
+                    put_rows(tile, chunk, zero, ((xs.at[0], x_copy.at[0]), lines), y, width)
 
             warpgroup = lax.axis_index("thread")
             alive = (write != 0) & (tile.length > 0)
@@ -241,11 +245,11 @@ def walk_kernel(rows: int, per_group: int, dtype, interpreted: bool) -> Callable
 
 
 def ssd(
-    x: Float[Array, "T H P"],
+    x: Float[Array, "T H P"] | Columns,
     dt: Float[Array, "T H"],
     A: Float[Array, "H"],
-    B: Float[Array, "T G N"],
-    C: Float[Array, "T G N"],
+    B: Float[Array, "T G N"] | Columns,
+    C: Float[Array, "T G N"] | Columns,
     skip: Float[Array, "H"] | None,
     dt_bias: Float[Array, "H"] | None,
     states: Float[Array, "layers blocks H P N"],
@@ -263,15 +267,16 @@ def ssd(
     # Copies clip what lies past an array's end, but interpretation raises, and no array is smaller
     # than what is copied at once.
     padding = Q if interpret else max(0, Q - tokens)
-    pad = lambda v: jnp.pad(v, ((0, padding),) + ((0, 0),) * (v.ndim - 1))  # noqa: E731
+    arrays, firsts = {}, {}
+    for name, value in {"x": x, "B": B, "C": C}.items():
+        array, firsts[name] = parts(value)
+        arrays[name] = jnp.pad(array.reshape((tokens, -1)), ((0, padding), (0, 0)))
     operands: dict[str, Any] = {
         "layer": scalar_operand(layer),
         **rows._asdict(),
-        "x": pad(x),
+        **arrays,
         "dt": chunk_steps(dt, dt_bias, dt_limit, rows),
         "A": A.astype(jnp.float32),
-        "B": pad(B),
-        "C": pad(C),
         "skip": None if skip is None else skip.astype(jnp.float32),
     }
     points = rows.checkpoint_ids.shape[1]
@@ -279,10 +284,11 @@ def ssd(
         operands |= {"checkpoint_ids": None, "checkpoint_positions": None}
     per_group, places = heads // groups, heads * (width // P)
     y, states = call(
-        walk_kernel(count, per_group, x.dtype, bool(interpret)),
+        walk_kernel(count, per_group, firsts, x.dtype, bool(interpret)),
         operands,
         states,
-        jax.ShapeDtypeStruct((tokens + padding, heads, width), x.dtype),
+        # Flat, so that XLA finds one reduction over all channels in the norm that follows.
+        jax.ShapeDtypeStruct((tokens + padding, heads * width), x.dtype),
         grid={"row": count + 2, "head": places},
         threads=WRITERS + 1,
         interpret=interpret,
@@ -290,7 +296,7 @@ def ssd(
     if points:
         names = ("layer", "offsets", "write_ids", "checkpoint_ids", "checkpoint_positions")
         operands = {name: operands[name] for name in (*names, "x", "dt", "A", "B")}
-        kernel = points_kernel(count, points, per_group, x.dtype, bool(interpret))
+        kernel = points_kernel(count, points, per_group, firsts, x.dtype, bool(interpret))
         grid = {"point": count * points, "head": places}
         _, states = call(kernel, operands, states, None, grid=grid, threads=1, interpret=interpret)
-    return y[:tokens], states
+    return y[:tokens].reshape(x.shape), states

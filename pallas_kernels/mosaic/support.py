@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.columns import Columns
 from pallas_kernels.rows import CHUNK
 
+MOST_TAPS = 8
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -47,8 +48,8 @@ def _ssd_reason(operands: Mapping[str, Any]) -> str | None:
     for name in ("x", "B", "C"):
         if operands[name].dtype != jnp.bfloat16:
             return f"its products are of bfloat16, and {name} is {operands[name].dtype}"
-    if operands["states"].dtype != jnp.float32:
-        return f"it carries states in float32, and states is {operands['states'].dtype}"
+    if operands["states"].dtype == jnp.float16:
+        return "states is float16, and it takes float32 and bfloat16"
     _, width, size = operands["states"].shape[2:]
     if width % 64 or size not in (64, 128):
         return f"it needs heads of a multiple of 64 by 64 or 128, got {width} by {size}"
@@ -67,8 +68,10 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
             return f"pool is {pool.dtype}, and it takes float32, bfloat16 and float16"
         size = math.prod(pool.shape[2:])
         return f"a block holds {size} numbers, not a multiple of 128" if size % 128 else None
-    if op == "conv_step":
+    if op in ("causal_conv", "conv_step"):
         taps, channels = operands["weight"].shape
+        if op == "causal_conv" and taps > MOST_TAPS:
+            return f"it keeps a window in registers, at most {MOST_TAPS} taps, got {taps}"
         return _conv_reason(channels, taps)
     if op == "selective_step":
         channels, size = operands["A"].shape
@@ -99,6 +102,9 @@ def _columns_reason(operands: Mapping[str, Any]) -> str | None:
     for name, operand in operands.items():
         if isinstance(operand, Columns) and operand.start % 8:
             return f"{name} begins at column {operand.start}, and it needs a multiple of 8"
+        if isinstance(operand, Columns) and operand.array.shape[-1] % 8:
+            columns = operand.array.shape[-1]
+            return f"{name} is part of {columns} columns, and it needs a multiple of 8"
     return None
 
 

@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+from pallas_kernels.mosaic import support
+
 
 @pytest.fixture(autouse=True, scope="session")
 def gpu():
@@ -11,3 +13,11 @@ def gpu():
     if device.platform != "gpu":
         pytest.skip(f"needs an NVIDIA GPU, and JAX's first device is {device.platform}")
     return device
+
+
+@pytest.fixture
+def hopper():
+    """Skips where the kernels do not run."""
+    reason = support.device_reason()
+    if reason is not None:
+        pytest.skip(f"the kernels decline: {reason}")

@@ -9,7 +9,6 @@ import pytest
 import pallas_kernels
 from pallas_kernels import cases, mosaic
 from pallas_kernels.cases import make_operands
-from pallas_kernels.mosaic import support
 from tests.kernels.test_cases import check, op_of
 from tests.kernels.test_mosaic import CALLS
 
@@ -61,10 +60,3 @@ def test_columns_of_a_wider_array_are_read_where_they_stand(op, hopper):
     call, arrays = op_of(case, operands, "mosaic")
     assert wide
     chex.assert_trees_all_equal(jax.jit(call)({**arrays, **wide}), jax.jit(call)(arrays))
-
-
-@pytest.fixture
-def hopper():
-    reason = support.device_reason()
-    if reason is not None:
-        pytest.skip(f"the kernels decline: {reason}")

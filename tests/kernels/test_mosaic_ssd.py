@@ -20,6 +20,7 @@ SIZES = {"H": 1, "P": 64, "G": 1, "N": 64}
 CASES = (
     Case("ssd", SIZES, (3, 70, 5, 9), 2, 2, "bfloat16"),
     Case("ssd", {**SIZES, "N": 128}, (330,), dtype="bfloat16", absent=("skip", "dt_bias")),
+    Case("ssd", SIZES, (5, 66), 0, 1, "bfloat16", "bfloat16"),
 )
 
 
@@ -27,6 +28,20 @@ CASES = (
 def test_the_kernels_equal_the_loops(case):
     operands = make_operands(case)
     check(case, operands, mosaic.ssd(**operands, interpret=INTERPRET))
+
+
+def test_columns_are_read_where_they_stand():
+    case = Case("ssd", {**SIZES, "H": 2, "G": 2}, (20,), dtype="bfloat16")
+    operands = make_operands(case)
+    x, B, C = (operands[name] for name in "xBC")
+    flat = [value.reshape((x.shape[0], -1)) for value in (x, B, C)]
+    noise = jnp.full((x.shape[0], 8), jnp.nan, "bfloat16")
+    _, *split = pallas_kernels.split(jnp.concatenate([noise, *flat], axis=1), 8, *[128] * 3)
+    wide = {
+        name: columns.reshaped(*value.shape[1:])
+        for name, columns, value in zip("xBC", split, (x, B, C), strict=True)
+    }
+    check(case, operands, mosaic.ssd(**{**operands, **wide}, interpret=INTERPRET))
 
 
 # Lowering --------------------------------------------------------------------------------------
@@ -99,7 +114,9 @@ def test_reasons_name_what_does_not_fit():
     assert reason() is None
     assert reason(chunk=128, P=128, N=128) is None
     assert "of bfloat16, and x is float32" in str(reason(dtype="float32"))
-    assert "states is bfloat16" in str(reason(state="bfloat16"))
+    assert reason(state="bfloat16") is None
+    assert "of bfloat16, and x is float16" in str(reason(dtype="float16"))
+    assert "states is float16" in str(reason(state="float16"))
     assert "got 32 by 64" in str(reason(P=32))
     assert "got 64 by 256" in str(reason(N=256))
     assert "of 64 tokens, and 96 is no multiple" in str(reason(chunk=96))
