@@ -1,5 +1,7 @@
 """Every case of every op compiled for the GPU: XLA's twins, and the kernels where they take the call."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,16 @@ import pytest
 import pallas_kernels
 from pallas_kernels import cases, mosaic
 from pallas_kernels.cases import make_operands
+from tests.kernels import test_mosaic, test_mosaic_conv, test_mosaic_scan, test_mosaic_ssd
 from tests.kernels.test_cases import check, op_of
-from tests.kernels.test_mosaic import CALLS
 
 pytestmark = pytest.mark.gpu
+CONFIGURED = (*test_mosaic.CALLS, *test_mosaic_conv.CALLS, *test_mosaic_scan.CALLS)
+CALLS = (
+    *((case, {"config": chosen}) for case, chosen in CONFIGURED),
+    *((case, {}) for case in test_mosaic_ssd.CASES),
+)
+FIRST = {case.op: case for case, _ in reversed(CALLS)}
 
 
 @pytest.mark.parametrize("case", cases.TESTS, ids=lambda case: case.name)
@@ -25,14 +33,29 @@ def test_xla_equals_the_loops(case):
 @pytest.mark.parametrize(("case", "chosen"), CALLS, ids=lambda v: getattr(v, "name", repr(v)))
 def test_a_kernel_equals_the_loops(case, chosen, hopper):
     operands = make_operands(case)
-    check(case, operands, getattr(mosaic, case.op)(**operands, config=chosen))
+    check(case, operands, getattr(mosaic, case.op)(**operands, **chosen))
 
 
-@pytest.mark.parametrize("case", {case.op: case for case, _ in CALLS}.values(), ids=lambda c: c.op)
+@pytest.mark.parametrize("case", FIRST.values(), ids=lambda case: case.op)
 def test_the_kernels_are_chosen_under_jit(case, hopper):
     operands = make_operands(case, seed=1)
     op, arrays = op_of(case, operands, None)
     assert "mosaic_gpu" in jax.jit(op).lower(arrays).as_text()
+    check(case, operands, jax.jit(op)(arrays))
+
+
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", FIRST.values(), ids=lambda case: case.op)
+def test_inputs_and_states_of_every_dtype_that_is_taken(case, dtype, state, hopper):
+    case = dataclasses.replace(case, dtype=dtype, state_dtype=state)
+    operands = make_operands(case, seed=2)
+    reason = pallas_kernels.dispatch.declines("mosaic", case.op, operands)
+    if case.op == "ssd" and dtype != "bfloat16":
+        assert reason == f"its products are of bfloat16, and x is {dtype}"
+        return
+    assert reason is None
+    op, arrays = op_of(case, operands, "mosaic")
     check(case, operands, jax.jit(op)(arrays))
 
 
@@ -46,17 +69,22 @@ def test_blocks_are_filled_and_others_keep_their_bits(dtype, hopper):
     np.testing.assert_array_equal(np.asarray(fill(pool), np.float32), expected)
 
 
-@pytest.mark.parametrize("op", ["conv_step", "selective_step", "mamba2_step"])
-def test_columns_of_a_wider_array_are_read_where_they_stand(op, hopper):
-    (case,) = [case for case, _ in CALLS if case.op == op and case.dtype == "bfloat16"][-1:]
+@pytest.mark.parametrize("case", FIRST.values(), ids=lambda case: case.op)
+def test_columns_of_a_wider_array_are_read_where_they_stand(case, hopper):
+    """But for those that the recurrences of Mamba take as arrays only."""
+    case = dataclasses.replace(case, dtype="bfloat16")
     operands, wide = make_operands(case), {}
     for name in ("x", "xbc", "dt", "gate", "B", "C", "z"):
         value = operands.get(name)
-        if value is None or (name in ("x", "dt") and op == "selective_step"):
+        if value is None or (name in ("x", "dt") and case.op.startswith("selective")):
             continue
-        noise = jax.random.normal(jax.random.key(1), (value.shape[0], 24), value.dtype)
-        array = jnp.concatenate([noise[:, :16], value, noise[:, 16:]], axis=1)
-        wide[name] = pallas_kernels.Columns(array, 16, value.shape[1])
+        flat = value.reshape((value.shape[0], -1))
+        noise = jnp.full((value.shape[0], 24), jnp.nan, value.dtype)
+        array = jnp.concatenate([noise[:, :16], flat, noise[:, 16:]], axis=1)
+        array = jnp.pad(array, ((0, 0), (0, -array.shape[1] % 8)))
+        columns = pallas_kernels.Columns(array, 16, flat.shape[1])
+        wide[name] = columns.reshaped(*value.shape[1:]) if value.ndim > 2 else columns
     call, arrays = op_of(case, operands, "mosaic")
     assert wide
-    chex.assert_trees_all_equal(jax.jit(call)({**arrays, **wide}), jax.jit(call)(arrays))
+    ours, same = jax.jit(call)({**arrays, **wide}), jax.jit(call)(arrays)
+    chex.assert_trees_all_equal(ours, same)

@@ -19,6 +19,7 @@ HALF = {"dtype": "bfloat16"}
 REAL = {
     case.op: case
     for case in (
+        Case("causal_conv", {"D": 5376, "K": 4}, RAGGED, 7, 2, **HALF, state_dtype="bfloat16"),
         Case("conv_step", {"D": 5376, "K": 4}, (1,) * 33, **HALF, state_dtype="bfloat16"),
         Case("selective_step", MAMBA, (1,) * 33, **HALF),
         Case("mamba2_step", {**MAMBA2, "K": 4}, (1,) * 33, **HALF),
@@ -57,18 +58,19 @@ def test_pools_past_two_to_the_31_numbers(case):
     """What a call does at the end of such a pool it does in a small one."""
     operands = make_operands(case)
     op, arrays = op_of(case, operands, "mosaic")
-    op = jax.jit(op)
-    y, *pools = op(arrays)
+    y, *pools = jax.jit(op)(arrays)
     names = [name for name in POOLS if name in arrays]
     large, changed = dict(arrays), written(operands)
     blocks = arrays[names[-1]].shape[1]
     layers = 2**31 // int(np.prod(arrays[names[-1]].shape[1:])) + 2
     large["layer"] = jnp.int32(layers - 1)
-    for name in names:
-        small = arrays[name]
+
+    @jax.jit
+    def enlarged(small):
         pool = jnp.zeros((layers, *small.shape[1:]), small.dtype)
-        large[name] = pool.at[-1].set(jnp.nan_to_num(small[-1]))
-    own = {name: large.pop(name) for name in names}
+        return pool.at[-1].set(jnp.nan_to_num(small[-1]))
+
+    own = {name: enlarged(large.pop(name)) for name in names}
 
     def step(own, rest):
         return op({**rest, **own})
@@ -84,6 +86,7 @@ def test_pools_past_two_to_the_31_numbers(case):
 
 
 LONG = (
+    Case("causal_conv", {"D": 128, "K": 4}, (65_536,), 1, 3, **HALF),
     Case("selective_scan", {"D": 32, "N": 16}, (65_536,), 1, 3),
     Case("selective_scan", {"D": 32, "N": 16}, (65_536,), 1, 3, **HALF),
     Case("ssd", {"H": 2, "P": 64, "G": 1, "N": 128}, (65_536,), 1, 3, **HALF),
