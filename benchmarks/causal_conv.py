@@ -154,7 +154,7 @@ def main() -> int:
             fitting = [c for c in TUNING if channels % (128 * c.width) == 0]
             for lengths in SHAPES:
                 tuned = args.tune and lengths == SHAPES[0]
-                configs = fitting if tuned else [causal_conv_config(channels)]
+                configs = fitting if tuned else [causal_conv_config(sum(lengths), channels)]
                 floor = sum(lengths) * channels * 4 / bandwidth
                 count = max(2, round(2**28 / (sum(lengths) * WIDTHS[model][2] * 2)))
                 sets = [input_shapes(sum(lengths), model)] * count

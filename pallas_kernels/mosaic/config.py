@@ -15,8 +15,8 @@ class CausalConvConfig:
     """`width` channels a thread; tiles of `tokens`, of which `unroll` are under way at once."""
 
     width: int
-    tokens: int = 32
-    unroll: int = 8
+    tokens: int
+    unroll: int
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,11 @@ def conv_config(rows: int, channels: int) -> ConvConfig:
     return ConvConfig(largest_divisor(channels // 128, (2, 1)))
 
 
-def causal_conv_config(channels: int) -> CausalConvConfig:
-    """Wide accesses where the channels allow them."""
-    return CausalConvConfig(largest_divisor(channels // 128, (2, 1)))
+def causal_conv_config(tokens: int, channels: int) -> CausalConvConfig:
+    """Two channels a thread, and longer tiles where they still keep all multiprocessors busy."""
+    width = largest_divisor(channels // 128, (2, 1))
+    many = tokens // 64 * (channels // (128 * width)) > 264
+    return CausalConvConfig(width, 64 if many else 32, 8)
 
 
 def selective_config(rows: int, channels: int, size: int) -> SelectiveConfig:

@@ -63,7 +63,7 @@ def causal_conv(
     tokens, channels = x.shape
     kept, checkpoints, dtype = weight.shape[0] - 1, rows.checkpoint_ids.shape[1], x.dtype
     x, first_column = parts(x)
-    config = config or causal_conv_config(channels)
+    config = config or causal_conv_config(tokens, channels)
     tile, unroll, width = config.tokens, config.unroll, 128 * config.width
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=config.width)
 

@@ -157,6 +157,18 @@ def test_columns_of_a_wider_array_are_an_operand(implementation):
         pk.mamba2_step(**{**operands, "gate": short}, n_groups=2)
 
 
+def test_columns_have_the_shape_that_they_are_given():
+    operands = make_operands(Case("ssd", {"H": 2, "P": 4, "G": 2, "N": 8}, (5, 3)))
+    flat = [operands[name].reshape((8, -1)) for name in "xBC"]
+    x, B, C = pk.split(jnp.concatenate(flat, axis=1), 8, 16, 16)
+    shaped = {"x": x.reshaped(2, 4), "B": B.reshaped(2, 8), "C": C.reshaped(2, 8)}
+    assert shaped["x"].shape == (8, 2, 4)
+    scan = jax.jit(lambda operands: pk.ssd(**operands, implementation="xla"))
+    chex.assert_trees_all_equal(scan({**operands, **shaped}), scan(operands))
+    with pytest.raises(ValueError, match=r"16 columns cannot be shaped as \(3, 4\)"):
+        B.reshaped(3, 4)
+
+
 def test_columns_keep_where_they_are_in_a_kernel(monkeypatch):
     operands = make_operands(Case("conv_step", {"D": 128, "K": 3}, (1,) * 4))
     noise = jnp.full((4, 16), jnp.nan)

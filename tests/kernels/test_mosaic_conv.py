@@ -126,9 +126,9 @@ def lower(operands, layers=1, **options) -> str:
 
 
 CHOICES = (
-    (CausalConvConfig(1), 4, 5376, "float32"),
-    (CausalConvConfig(2), 0, 5376, "bfloat16"),
-    (CausalConvConfig(4), 2, 5120, "float16"),
+    (CausalConvConfig(1, 32, 8), 4, 5376, "float32"),
+    (CausalConvConfig(2, 64, 8), 0, 5376, "bfloat16"),
+    (CausalConvConfig(4, 32, 4), 2, 5120, "float16"),
 )
 
 
@@ -152,9 +152,10 @@ def test_a_hopper_gpu_is_given_the_convolution(monkeypatch):
     assert not re.search(r"stablehlo.slice.*x10576x", text)
 
 
+@pytest.mark.parametrize("tokens", [0, 5, 2048])
 @pytest.mark.parametrize("channels", [128, 384, 5120, 5376])
-def test_configurations_divide_the_channels(channels):
-    chosen = causal_conv_config(channels)
+def test_configurations_divide_the_channels(tokens, channels):
+    chosen = causal_conv_config(tokens, channels)
     assert channels % (128 * chosen.width) == chosen.tokens % chosen.unroll == 0
     assert 64 % chosen.tokens == 0  # a row cut at a multiple of 64 is cut between tiles
     assert chosen.tokens >= support.MOST_TAPS - 1  # a window is in one tile at most

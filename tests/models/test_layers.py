@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels as pk
 from jaxstate.models import Mamba2Config, from_random
 from jaxstate.models.layers import SPLIT_ROWS, Embedding, GatedRMSNorm, RMSNorm, matmul
 from jaxstate.models.layers import split as split_float32
@@ -82,8 +83,8 @@ def test_sections_of_the_fused_projection():
     mixer = from_random(config).blocks[0].mixer
     assert mixer.in_proj.weight.shape == (26, 4)
     mixer.in_proj.weight[...] = jnp.zeros((26, 4)).at[:, 0].set(jnp.arange(26.0))
-    gate, xbc, dt = mixer._project(jnp.eye(4)[:1])
-    inner, B, C = mixer._sections(xbc)
+    gate, xbc, dt = (pk.sliced(part) for part in mixer._project(jnp.eye(4)[:1]))
+    inner, B, C = (pk.sliced(part) for part in mixer._sections(xbc))
     chex.assert_trees_all_equal(
         [v.ravel().tolist() for v in (gate, inner, B, C, dt)],
         [
