@@ -18,14 +18,25 @@ from tests.kernels.test_cases import check
 
 INTERPRET = plgpu.InterpretGPUParams()
 SIZES = {"D": 128, "K": 4}
-SILU = {"options": {"activation": "silu"}}
-HALF = {"dtype": "bfloat16", "state_dtype": "bfloat16"}
+SILU = {"activation": "silu"}
 CALLS = (
     # Row 0 starts fresh and is shorter than its window, 1 continues in place and is empty, 2 forks, 3 is null, 4 starts
     # fresh, 5 continues in place, shorter than its window; then the padding, all NaN.
-    (Case("causal_conv", SIZES, (1, 0, 18, 5, 16, 2), 6, 3, **SILU), CausalConvConfig(1, 8, 8)),
     (
-        Case("causal_conv", {"D": 256, "K": 2}, (2, 1, 19), 0, 0, absent=("bias",), **HALF),
+        Case("causal_conv", SIZES, (1, 0, 18, 5, 16, 2), 6, 3, options=SILU),
+        CausalConvConfig(1, 8, 8),
+    ),
+    (
+        Case(
+            "causal_conv",
+            {"D": 256, "K": 2},
+            (2, 1, 19),
+            0,
+            0,
+            "bfloat16",
+            "bfloat16",
+            absent=("bias",),
+        ),
         CausalConvConfig(2, 16, 4),
     ),
 )
@@ -100,7 +111,7 @@ def abstract(tokens, rows, checkpoints=0, channels=5376, dtype="bfloat16", taps=
     of = jax.ShapeDtypeStruct
     ids = [(rows + 1,), (rows,), (rows,), (rows, checkpoints), (rows, checkpoints)]
     return {
-        "x": Columns(of((tokens, channels + 5200), dtype), 5120, channels),
+        "x": Columns(of((tokens, channels + 5200), dtype), 5120, channels),  # pyright: ignore
         "weight": of((taps, channels), dtype),
         "bias": of((channels,), dtype),
         "windows": of((3, 20, taps - 1, channels), dtype),
