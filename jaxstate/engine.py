@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from jaxstate.mesh import RankMesh
 from jaxstate.models.base import CausalLM
 from jaxstate.models.shards import divide
 from jaxstate.plan import StepPlan, null_plan
+from jaxstate.prefix import OWN
 from jaxstate.prefixes import Prefixes
 from jaxstate.progress import Progress
 from jaxstate.ranks import Ranks, RankStep, joined
@@ -184,8 +186,15 @@ class Engine:
 
         Raises:
           CapacityError: its prompt leaves no room for a token within `max_len`.
-          RequestError: a duplicate id, a token the model does not know, stop texts without a tokenizer.
+          RequestError: a duplicate id or one of the engine's own, a token the model does not know, stop texts without a
+            tokenizer.
         """
+        if request.id.startswith(OWN):
+            raise RequestError(
+                "unsupported_value",
+                f"request id {request.id[:40]!r} begins with {OWN!r}, as only the engine's own do",
+                "id",
+            )
         if request.id in self._progress:
             raise RequestError(
                 "duplicate_id",
@@ -228,7 +237,8 @@ class Engine:
         """Takes the request's row away; it goes to the head of the queue and comes to the same tokens.
 
         Its text so far is made again from the deepest checkpoint of its prompt, in the same steps and so with the same
-        bits. An id that is not known, or has no row, is ignored.
+        bits; preempting it again before it is past that keeps it from its end. An id that is not known, or has no row,
+        is ignored.
         """
         progress = self._progress.get(request_id)
         if progress is not None:
@@ -300,8 +310,10 @@ class Engine:
 
     def _dispatch(self, *, spare: bool = False) -> bool:
         begin = time.perf_counter()
-        room = min(len(self._queue), 2 * self.rows - self.ranks.waiting)
-        self.ranks = self.ranks.submit([self._queue.popleft() for _ in range(room)])
+        room = max(0, min(len(self._queue), 2 * self.rows - self.ranks.waiting))
+        self.ranks = self.ranks.submit(list(itertools.islice(self._queue, room)))
+        for _ in range(room):
+            self._queue.popleft()
         planned = self.ranks.plan_next(
             decode_steps=self.steps_per_dispatch, extra_stop_ids=self._eos, spare=spare
         )
@@ -346,7 +358,7 @@ class Engine:
         bad = outcome.bad.any(axis=0)
         for row in bad.nonzero()[0].tolist():
             if (broken := serves[row]) is not None:
-                schedule = scheduler.distrust(schedule, broken.request.id)
+                schedule = scheduler.distrust(schedule, broken.request)
         self.ranks = self.ranks.put(rank, scheduler.publish(schedule, planned.staged))
         events, at = [], planned.at.tolist()
         for row, (tokens, logprobs) in enumerate(outcome.by_row()):

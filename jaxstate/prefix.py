@@ -23,6 +23,10 @@ from pallas_kernels.rows import CHUNK
 
 Key = bytes
 
+OWN = "\x00"
+"""How ids begin that the engine gives itself, and no request of a user's does."""
+
+
 _NO_KEYS: HashTrieSet[Key] = HashTrieSet([])
 
 
@@ -197,13 +201,18 @@ class PrefixIndex:
 
 def holder_of(key: Key) -> str:
     """How the names begin under which the pool lists checkpoints of this prefix; no request's id begins like it."""
-    return f"\x00checkpoint {key.hex()}"
+    return f"{OWN}checkpoint {key.hex()}"
+
+
+def salt_bytes(salt: str) -> bytes:
+    """What stands for a salt in hashes; any text has it, also one that is not valid Unicode."""
+    return salt.encode("utf-8", "surrogatepass")
 
 
 def block_keys(tokens: Sequence[int] | np.ndarray, salt: str = "") -> tuple[Key, ...]:
     """The names of every whole 64-token prefix of a text; texts with different salts never share one."""
     data = np.asarray(tokens, dtype="<i4").tobytes()
-    key, size, keys = hashlib.blake2b(salt.encode(), digest_size=16).digest(), 4 * CHUNK, []
+    key, size, keys = hashlib.blake2b(salt_bytes(salt), digest_size=16).digest(), 4 * CHUNK, []
     for at in range(0, len(data) - size + 1, size):
         key = hashlib.blake2b(key + data[at : at + size], digest_size=16).digest()
         keys.append(key)

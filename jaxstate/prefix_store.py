@@ -26,7 +26,7 @@ from jaxstate.errors import SnapshotError
 from jaxstate.models.base import CausalLM
 from jaxstate.models.identify import identify
 from jaxstate.plan import PlanShape
-from jaxstate.prefix import Checkpoint, Key, PrefixIndex
+from jaxstate.prefix import Checkpoint, Key, PrefixIndex, salt_bytes
 from jaxstate.schedule import Schedule, adopt
 from jaxstate.state.identity import Identity, Layout, check_same, named_leaves, versions
 from jaxstate.state.spec import GroupSpec, format_bytes
@@ -302,7 +302,13 @@ def save(
                     f"the state after {node.position} tokens is not finite; it is not kept"
                 )
                 continue
-            nbytes += store.write(node, node.priority - index.clock, state)
+            try:
+                nbytes += store.write(node, node.priority - index.clock, state)
+            except IsADirectoryError as error:
+                problems.append(
+                    f"{error.filename2} is a folder; the state of that name is not kept"
+                )
+                continue
             states += 1
     except OSError as error:
         raise SnapshotError(
@@ -335,7 +341,7 @@ def _checkpoint(chain: tuple[Key, ...], header: _Header) -> Checkpoint:
 
 def _hidden(salt: str) -> str:
     """A salt as a file tells it: which states share one, and not what it is."""
-    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").hexdigest()
+    return hashlib.blake2b(salt_bytes(salt), digest_size=16, person=b"salt").hexdigest()
 
 
 def ids_of(blocks: Blocks) -> dict[str, np.ndarray]:

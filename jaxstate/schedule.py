@@ -8,7 +8,7 @@ takes its staged checkpoints with it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -203,23 +203,16 @@ def end(schedule: Schedule, request_id: str, *, discard: bool = False) -> Schedu
 
     With `discard` nothing that it wrote and that is not visible yet ever becomes so.
     """
-    rows = [i for i, r in enumerate(schedule.rows) if r is not None and r.request.id == request_id]
-    if rows:
-        counts = schedule.counts.put(rows, ended=True)
-        schedule = dataclasses.replace(schedule, counts=counts)
-    # One that was preempted may be in both places until its row is cleared.
-    if any(w.request.id == request_id for w in schedule.waiting):
-        waiting = tuple(w for w in schedule.waiting if w.request.id != request_id)
-        schedule = dataclasses.replace(schedule, waiting=waiting)
-    if discard:
-        mine = [h for h, c in schedule.staged.items() if c.writer == request_id]
-        schedule = _discard(schedule, mine)
-    return schedule
+    schedule = _leave(schedule, lambda request: request.id == request_id)
+    return _discard_of(schedule, request_id) if discard else schedule
 
 
-def distrust(schedule: Schedule, request_id: str) -> Schedule:
-    """Forgets every checkpoint that the request wrote, visible or not: its scores turned out not to be finite."""
-    index, garbage = schedule.index, []
+def distrust(schedule: Schedule, request: Request) -> Schedule:
+    """Ends a request whose scores turned out not to be finite, and forgets every checkpoint that it wrote.
+
+    Another request may have its id by now; that one goes on.
+    """
+    index, garbage, request_id = schedule.index, [], request.id
     for node in list(index.nodes.values()):
         if node.writer == request_id:
             index = index.remove(node.key)
@@ -232,7 +225,23 @@ def distrust(schedule: Schedule, request_id: str) -> Schedule:
         schedule, index=index, garbage=(*schedule.garbage, *garbage), pins=pins,
         waiting=(*schedule.waiting, *again),
     )  # fmt: skip
-    return end(schedule, request_id, discard=True)
+    return _discard_of(_leave(schedule, lambda other: other is request), request_id)
+
+
+def _leave(schedule: Schedule, leaves: Callable[[Request], bool]) -> Schedule:
+    rows = [i for i, r in enumerate(schedule.rows) if r is not None and leaves(r.request)]
+    if rows:
+        counts = schedule.counts.put(rows, ended=True)
+        schedule = dataclasses.replace(schedule, counts=counts)
+    # One that was preempted may be in both places until its row is cleared.
+    if any(leaves(w.request) for w in schedule.waiting):
+        waiting = tuple(w for w in schedule.waiting if not leaves(w.request))
+        schedule = dataclasses.replace(schedule, waiting=waiting)
+    return schedule
+
+
+def _discard_of(schedule: Schedule, request_id: str) -> Schedule:
+    return _discard(schedule, [h for h, c in schedule.staged.items() if c.writer == request_id])
 
 
 def preempt(schedule: Schedule, request_id: str, made: tuple[int, ...]) -> Schedule:

@@ -2,7 +2,10 @@
 
 import pytest
 
+from jaxstate.engine import Engine
+from jaxstate.sizing import Sizes
 from tests.engine.conftest import assert_clean, by_hand, prompt_of, request, run_all
+from tests.toy import ToyLM
 
 
 def aborted(events, key):
@@ -95,3 +98,25 @@ def test_abort_while_waiting_for_a_row(engine):
         assert aborted(events, key).tokens == ()
     done = {e.id: e.completion for e in events if e.completion}
     assert all(done[r.id].tokens == by_hand(r) for r in requests if r.id not in ("r11", "r6"))
+
+
+@pytest.mark.parametrize("checkpoints", [0, 4])
+def test_an_id_used_again_is_served_though_its_former_owner_breaks_in_flight(checkpoints):
+    """The step of the aborted request shows scores that are not finite only after the id was submitted again."""
+    sizes = Sizes(rows=3, max_len=200, chunk_tokens=128, decode_steps=4, checkpoints=checkpoints)
+    engine = Engine(ToyLM(breaks_at=50), sizes)
+    for ahead in range(6):
+        engine.submit(request("a", (1,) * 47, 20))
+        for _ in range(ahead):
+            engine.step()
+        engine.abort("a", quiet=True)
+        again = request("a", (1, 2, 3), 5)
+        engine.submit(again)
+        for _ in range(20):
+            done = [e.completion for e in engine.step() if e.completion is not None]
+            if done:
+                break
+        assert [c.tokens for c in done] == [by_hand(again)], ahead
+        while not engine.idle:
+            engine.step()
+        assert_clean(engine)

@@ -423,3 +423,16 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(start, tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(SnapshotError, match="file cannot be written"):
         engine.prefixes.save(tmp_path / "file")
+
+
+def test_a_folder_with_a_states_name_costs_only_that_state(start, folder):
+    engine = start()
+    engine.prefixes.load(folder)
+    path_of(folder, 1).unlink()
+    path_of(folder, 1).mkdir()
+    stored = engine.prefixes.save(folder)
+    assert stored.states == 2
+    assert stored.problems == (
+        f"{path_of(folder, 1)} is a folder; the state of that name is not kept",
+    )
+    assert start().prefixes.load(folder).states == 2

@@ -1,5 +1,6 @@
 """What a caller may hand over, and what is refused with a name instead of going wrong later."""
 
+import dataclasses
 import os
 import threading
 
@@ -12,6 +13,7 @@ from jaxstate.compilation import use_persistent_cache
 from jaxstate.engine import Engine
 from jaxstate.errors import CapacityError, CheckpointError, JaxstateError, RequestError, SpecError
 from jaxstate.models import parse_config
+from jaxstate.prefix import block_keys, holder_of
 from jaxstate.request import Request, SamplingParams
 from jaxstate.sizing import Sizes
 from jaxstate.state import GroupSpec
@@ -223,3 +225,35 @@ def test_models_that_the_engine_cannot_run_are_refused():
     for sizes in ({"rows": 0}, {"max_len": 1.5}, {"chunk_tokens": 100}, {"decode_steps": True}):
         with pytest.raises(SpecError, match=next(iter(sizes))):
             Sizes(**sizes)
+
+
+def test_an_id_as_the_engine_gives_itself_is_refused_and_the_others_go_on(engine):
+    good, own = request("a", prompt_of(100), 4), holder_of(block_keys(prompt_of(100))[0])
+    engine.submit(good)
+    for name in ("\x00", f"{own} 1", f"{own} pin"):
+        message = refused(engine, request(name, prompt_of(9), 3), RequestError, param="id")
+        assert "as only the engine's own do" in message
+    assert run_all(engine, [])["a"].tokens == by_hand(good)
+
+
+def test_any_text_is_a_salt_even_one_that_is_no_valid_unicode(reusing):
+    engine = reusing()
+    for salt in ("\ud800", "\udc80", "ß", ""):
+        for cached in (0, 64):
+            (done,) = engine.completions(
+                [dataclasses.replace(request("a", (1,) * 70, 3), cache_salt=salt)]
+            )
+            assert (done.cached_tokens, done.tokens) == (
+                cached,
+                by_hand(request("a", (1,) * 70, 3)),
+            )
+
+
+def test_what_goes_wrong_in_submitting_loses_no_request(engine, monkeypatch):
+    good = request("a", prompt_of(9), 4)
+    engine.submit(good)
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxstate.scheduler.submit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert run_all(engine, [])["a"].tokens == by_hand(good)
