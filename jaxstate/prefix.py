@@ -14,11 +14,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from rpds import HashTrieMap, HashTrieSet
 
-from jaxstate import heap
+from jaxstate.priorities import Priorities
+from jaxstate.state.overlay import Overlay
+from jaxstate.values import changed
 from pallas_kernels.rows import CHUNK
 
 Key = bytes
@@ -27,11 +29,7 @@ OWN = "\x00"
 """How ids begin that the engine gives itself, and no request of a user's does."""
 
 
-_NO_KEYS: HashTrieSet[Key] = HashTrieSet([])
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A kept state: after `position` tokens, in `blocks[group]`, which the pool lists under `holder`."""
 
     key: Key
@@ -46,16 +44,8 @@ class Checkpoint:
     chain: tuple[Key, ...] = ()  # names of all 64-token prefixes up to this one
     salt: str = ""
 
-    def ranked(self, uses: int, priority: float) -> Checkpoint:
-        """The same state, used so often and worth so much."""
-        return Checkpoint(
-            self.key, self.position, self.blocks, self.holder, self.writer, self.cost, uses, priority, self.pinned,
-            self.chain, self.salt,
-        )  # fmt: skip
 
-
-@dataclasses.dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """What the index has for a prompt: the deepest usable checkpoint, or why there is none.
 
     `shared` is how many tokens of the prompt have been read before by anyone, whether or not their state was kept.
@@ -75,14 +65,14 @@ class PrefixIndex:
     stays longer and what nobody asks for goes in the end. All nodes take equally many bytes.
     """
 
-    nodes: HashTrieMap = dataclasses.field(default_factory=HashTrieMap)
-    seen: HashTrieSet[Key] = _NO_KEYS
-    seen_before: HashTrieSet[Key] = _NO_KEYS
+    nodes: Overlay[Key, Checkpoint] = dataclasses.field(default_factory=Overlay)
+    seen: Overlay[Key, None] = dataclasses.field(default_factory=Overlay)
+    seen_before: Overlay[Key, None] = dataclasses.field(default_factory=Overlay)
     clock: float = 0.0
     pinned: int = 0  # nodes that are
     seen_limit: int = 65_536
     # Each node's priority when it was put here, at most what it is now, and some that are gone.
-    queue: heap.Heap | None = dataclasses.field(default=None, compare=False, repr=False)
+    queue: Priorities = dataclasses.field(default=Priorities(), compare=False, repr=False)
 
     def match(self, keys: Sequence[Key], length: int) -> Match:
         """The deepest checkpoint of a prompt with these names; at least one of its tokens is left to compute."""
@@ -107,29 +97,28 @@ class PrefixIndex:
         """The index after a prompt with these names was read; what was not read for long is forgotten in the end."""
         seen, before, new = self.seen, self.seen_before, len(keys)
         if len(seen) >= self.seen_limit // 2:
-            seen, before = _NO_KEYS, seen
+            seen, before = Overlay(), seen
         # Whoever saw a prefix saw all that it begins with.
         while new and keys[new - 1] not in seen:
             new -= 1
-        for key in keys[new:]:
-            seen = seen.insert(key)
-        return type(self)(
-            self.nodes, seen, before, self.clock, self.pinned, self.seen_limit, self.queue
-        )
+        if new == len(keys):
+            return self
+        return changed(self, seen=seen.update(dict.fromkeys(keys[new:])), seen_before=before)
 
     def insert(self, checkpoint: Checkpoint) -> PrefixIndex:
         """The index with this checkpoint, which is readable from now on."""
-        return self._queued(checkpoint.ranked(checkpoint.uses, self.clock + checkpoint.cost))
+        return self._queued(checkpoint._replace(priority=self.clock + checkpoint.cost))
 
     def adopt(self, checkpoint: Checkpoint) -> PrefixIndex:
         """The index with a checkpoint that another index has valued before, at `priority` above its clock."""
         index = self.see(checkpoint.chain)
-        return index._queued(checkpoint.ranked(checkpoint.uses, self.clock + checkpoint.priority))
+        return index._queued(checkpoint._replace(priority=self.clock + checkpoint.priority))
 
     def use(self, key: Key) -> PrefixIndex:
         """The index after a hit."""
         node = self.nodes[key]
-        return self._put(node.ranked(node.uses + 1, self.clock + (node.uses + 2) * node.cost))
+        priority = self.clock + (node.uses + 2) * node.cost
+        return self._put(node._replace(uses=node.uses + 1, priority=priority), self.queue)
 
     def remove(self, key: Key) -> PrefixIndex:
         """The index without this checkpoint."""
@@ -137,8 +126,8 @@ class PrefixIndex:
 
     def pin(self, key: Key, pinned: bool = True) -> PrefixIndex:
         """The index with this checkpoint kept whatever happens, or no longer."""
-        node = dataclasses.replace(self.nodes[key], pinned=pinned)
-        return self._put(node) if pinned else self._queued(node)
+        node = self.nodes[key]._replace(pinned=pinned)
+        return self._put(node, self.queue) if pinned else self._queued(node)
 
     def evictable(self, keep: Collection[Key]) -> int:
         """How many checkpoints are neither pinned nor in `keep`."""
@@ -149,47 +138,37 @@ class PrefixIndex:
     def evict(self, keep: Collection[Key] = ()) -> tuple[PrefixIndex, Checkpoint] | None:
         """The index without its least valuable checkpoint that is neither pinned nor in `keep`; None if all are."""
         queue, kept = self.queue, []
-        while queue is not None:
-            (priority, key), queue = heap.pop(queue)
+        while queue.size:
+            (priority, key), queue = queue.pop()
             node = self.nodes.get(key)
             if node is None or node.pinned or node.priority < priority:
                 continue  # the place of one that has gone, or has another place
             if node.priority > priority:
-                queue = heap.push(queue, (node.priority, key))  # used since
+                queue = queue.push((node.priority, key))  # used since
             elif key in keep:
                 kept.append((priority, key))
             else:
                 for place in kept:
-                    queue = heap.push(queue, place)
+                    queue = queue.push(place)
                 return self._without(node, priority, queue), node
         return None
 
-    def _put(self, node: Checkpoint, queue: heap.Heap | None = None) -> PrefixIndex:
+    def _put(self, node: Checkpoint, queue: Priorities) -> PrefixIndex:
         before = self.nodes.get(node.key)
         pinned = self.pinned + node.pinned - (before is not None and before.pinned)
-        nodes = self.nodes.insert(node.key, node)
-        return type(self)(
-            nodes,
-            self.seen,
-            self.seen_before,
-            self.clock,
-            pinned,
-            self.seen_limit,
-            queue or self.queue,
-        )
+        return changed(self, nodes=self.nodes.put(node.key, node), pinned=pinned, queue=queue)
 
-    def _without(self, node: Checkpoint, clock: float, queue: heap.Heap | None) -> PrefixIndex:
-        nodes, pinned = self.nodes.remove(node.key), self.pinned - node.pinned
-        return type(self)(nodes, self.seen, self.seen_before, clock, pinned, self.seen_limit, queue)
+    def _without(self, node: Checkpoint, clock: float, queue: Priorities) -> PrefixIndex:
+        nodes, pinned = self.nodes.drop(node.key), self.pinned - node.pinned
+        return changed(self, nodes=nodes, clock=clock, pinned=pinned, queue=queue)
 
     def _queued(self, node: Checkpoint) -> PrefixIndex:
-        queue = heap.push(self.queue, (node.priority, node.key))
-        if heap.size(queue) > 2 * len(self.nodes) + 64:
+        index = self._put(node, self.queue.push((node.priority, node.key)))
+        if index.queue.size > 2 * len(index.nodes) + 64:
             # Most of it are places of checkpoints that were dropped.
-            queue = heap.push(None, (node.priority, node.key))
-            for other in self.nodes.values():
-                queue = heap.push(queue, (other.priority, other.key))
-        return self._put(node, queue)
+            places = ((other.priority, other.key) for other in index.nodes.values())
+            return changed(index, queue=Priorities.of(places))
+        return index
 
     def __len__(self) -> int:
         return len(self.nodes)

@@ -81,9 +81,9 @@ class Ranks:
             ahead = index.clock - schedule.index.clock
             for node in schedule.index.nodes.values():
                 blocks = {g: rank * self.shape.spec.blocks(g) + b for g, b in node.blocks.items()}
-                node = dataclasses.replace(node, blocks=blocks, priority=node.priority + ahead)
+                node = node._replace(blocks=blocks, priority=node.priority + ahead)
                 if node.key not in index.nodes:
-                    index = dataclasses.replace(index, nodes=index.nodes.insert(node.key, node))
+                    index = dataclasses.replace(index, nodes=index.nodes.put(node.key, node))
         return index
 
     def each(self, change: Callable[[Schedule], Schedule]) -> Ranks:

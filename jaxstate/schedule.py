@@ -296,7 +296,7 @@ def adopt(schedule: Schedule, stored: Checkpoint) -> tuple[Schedule, dict[str, i
     pool, ids = pool.allocate(holder, one)
     blocks = {group: int(block[0]) for group, block in ids.items()}
     pool = pool.seal(holder, ids)
-    checkpoint = dataclasses.replace(stored, blocks=blocks, holder=holder, writer=holder)
+    checkpoint = stored._replace(blocks=blocks, holder=holder, writer=holder)
     index = schedule.index.adopt(checkpoint)
     if stored.key in schedule.pins:
         index = index.pin(stored.key)

@@ -16,7 +16,8 @@ from jaxstate.state.ids import whole_number, whole_numbers
 from jaxstate.state.spec import NULL
 
 if TYPE_CHECKING:
-    from jaxstate.state.pool import BlockPool, Held
+    from jaxstate.state.overlay import Changes
+    from jaxstate.state.pool import BlockPool
 
 Blocks = dict[str, list[int]]
 
@@ -31,11 +32,11 @@ class Ledger:
         # What became free and was not handed out again; it lies above the free lists.
         self.returned: Blocks = {group: [] for group in pool.refs}
         self._copied: set[tuple[str, str]] = set()
-        self.held: Held = pool.held
+        self.held: Changes[str, dict[str, tuple[int, ...]]] = pool.held.open()
 
     def close(self) -> BlockPool:
         """The pool that the changes come to; the ledger is not to be used any more."""
-        if self.held is self._pool.held and not self._copied:
+        if not self._copied:
             return self._pool
         for group, blocks in self.returned.items():
             if blocks:
@@ -43,7 +44,7 @@ class Ledger:
         for arrays in (self._free, self._refs, self._sealed):
             for array in arrays.values():
                 array.setflags(write=False)
-        return type(self._pool)(self._free, self._refs, self._sealed, self.held)
+        return type(self._pool)(self._free, self._refs, self._sealed, self.held.close())
 
     def free_count(self, group: str) -> int:
         return len(self._free[group]) + len(self.returned[group])
@@ -57,8 +58,8 @@ class Ledger:
 
     def allocate(self, holder: str, need: Mapping[str, int]) -> Blocks:
         for group, n in need.items():
-            self._check_group(group)
-            if type(n) is not int:
+            if type(n) is not int or group not in self._refs:
+                self._check_group(group)
                 n = whole_number(n, f"group {group!r}: what {holder!r} asks for")
             if n < 0:
                 raise OwnershipError(
@@ -104,8 +105,8 @@ class Ledger:
             self._require_held(holder, group, blocks)
         held = dict(self.held.get(holder, {}))
         for group, blocks in leaving.items():
-            held[group] = tuple(b for b in held.get(group, ()) if b not in set(blocks))
-        self.held = self.held.put(holder, held)
+            held[group] = tuple([b for b in held.get(group, ()) if b not in blocks])
+        self._put(holder, held)
         return {group: self._let_go(group, blocks) for group, blocks in leaving.items()}
 
     def release(self, holder: str) -> Blocks:
@@ -115,7 +116,7 @@ class Ledger:
                 "no double free",
                 f"{holder!r} holds no blocks; it was released before, or never had any",
             )
-        self.held = self.held.put(holder, {})
+        self.held.drop(holder)
         return {group: self._let_go(group, blocks) for group, blocks in held.items()}
 
     def check_write(self, holder: str, group: str, ids: Any) -> None:
@@ -145,17 +146,26 @@ class Ledger:
         for group, blocks in taken.items():
             self._count(group, blocks, +1)
             mine[group] = before.get(group, ()) + tuple(blocks)
-        self.held = self.held.put(holder, mine)
+        self._put(holder, mine)
+
+    def _put(self, holder: str, blocks: dict[str, tuple[int, ...]]) -> None:
+        """Makes these all that the holder has."""
+        if any(blocks.values()):
+            self.held.put(holder, blocks)
+        elif holder in self.held:
+            self.held.drop(holder)
 
     def _let_go(self, group: str, blocks: Iterable[int]) -> list[int]:
         """Ends a hold on the blocks; those that nobody holds any more, which are free from now on."""
         refs = self._count(group, blocks, -1)
-        gone = [block for block in blocks if refs[block] == 0]
+        gone = [block for block in blocks if not refs[block]]
         # Freed first to last, so that the last one freed is the next one handed out.
         self.returned[group] += gone[::-1]
         sealed = self._sealed[group]
-        if gone and any(sealed[block] for block in gone):
-            self._own("sealed", group)[gone] = False
+        for block in gone:
+            if sealed[block]:
+                sealed = self._own("sealed", group)
+                sealed[block] = False
         return gone
 
     def _count(self, group: str, blocks: Iterable[int], by: int) -> np.ndarray:
@@ -180,7 +190,7 @@ class Ledger:
 
     def _checked(self, group: str, ids: Any) -> list[int]:
         self._check_group(group)
-        if not (type(ids) in (list, tuple) and all(type(block) is int for block in ids)):
+        if not (type(ids) in (list, tuple) and all([type(block) is int for block in ids])):
             ids = whole_numbers(ids, f"group {group!r}: blocks").tolist()
         blocks, size = list(ids), len(self._refs[group])
         for block in blocks:

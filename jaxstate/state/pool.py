@@ -9,14 +9,14 @@ Costs are a few small numpy copies; nothing here walks all blocks in Python.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from flax import struct
-from rpds import HashTrieMap
 
 from jaxstate.state.ledger import Blocks, Ledger
+from jaxstate.state.overlay import Overlay
 from jaxstate.state.spec import NULL, CacheSpec, format_leaves, has_values
 
 Ids = dict[str, np.ndarray]
@@ -31,37 +31,8 @@ def _arrays(blocks: Blocks) -> Ids:
     return {group: _frozen(np.array(ids, np.int32)) for group, ids in blocks.items()}
 
 
-class Held(Mapping[str, dict[str, tuple[int, ...]]]):
-    """The blocks of each holder; a new one with a change costs the same however many holders there are."""
-
-    __slots__ = ("_map",)
-
-    def __init__(self, holders: Mapping[str, Any] | HashTrieMap = HashTrieMap()):  # noqa: B008 (immutable)
-        self._map = holders if isinstance(holders, HashTrieMap) else HashTrieMap(holders)
-
-    def __getitem__(self, holder: str) -> dict[str, tuple[int, ...]]:
-        return self._map[holder]
-
-    def __contains__(self, holder: object) -> bool:
-        return holder in self._map
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._map)
-
-    def __len__(self) -> int:
-        return len(self._map)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._map.get(key, default)
-
-    def put(self, holder: str, blocks: dict[str, tuple[int, ...]]) -> Held:
-        """The account with these blocks as all that the holder has; without the holder if they are none."""
-        if any(blocks.values()):
-            return Held(self._map.insert(holder, blocks))
-        return Held(self._map.discard(holder))
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
+Held = Overlay[str, dict[str, tuple[int, ...]]]
+"""The blocks of each holder, by group, in the order in which they came; those that have none are not in it."""
 
 
 class BlockPool(struct.PyTreeNode):
@@ -86,7 +57,7 @@ class BlockPool(struct.PyTreeNode):
             },
             refs={name: _frozen(np.zeros(n, np.int32)) for name, n in sizes.items()},
             sealed={name: _frozen(np.zeros(n, bool)) for name, n in sizes.items()},
-            held=Held(),
+            held=Overlay(),
         )
 
     def free_count(self, group: str) -> int:

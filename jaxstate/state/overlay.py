@@ -1,0 +1,115 @@
+"""A mapping as a value: a dict that nobody writes to any more, and the changes since, at most a few hundred.
+
+A new value with a change copies the other changes and nothing else. When there are more of them than twice the square
+root of the entries, they are merged into a dict of their own, so that a change costs the square root on average: for
+10,000 entries less than a tree of hashes, whose every step is a Python call or a cache miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+K, V = TypeVar("K"), TypeVar("V")
+
+_GONE: Any = object()
+
+
+class Overlay(Mapping[K, V], Generic[K, V]):
+    """A mapping that never changes; `put` and `drop` give another one, `open` one that does change until it is closed.
+
+    Example:
+      >>> one = Overlay({"a": 1})
+      >>> one.put("b", 2), one
+      (Overlay({'a': 1, 'b': 2}), Overlay({'a': 1}))
+    """
+
+    __slots__ = ("_base", "_count", "_news")
+
+    def __init__(self, entries: Mapping[K, V] | Iterable[tuple[K, V]] = ()):
+        self._base: dict[K, V] = dict(entries)
+        self._news: dict[K, V] = {}
+        self._count = len(self._base)
+
+    def put(self, key: K, value: V) -> Overlay[K, V]:
+        """The mapping with this entry."""
+        return self.open().put(key, value).close()
+
+    def drop(self, key: K) -> Overlay[K, V]:
+        """The mapping without this entry; KeyError when there is none."""
+        return self.open().drop(key).close()
+
+    def update(self, entries: Mapping[K, V]) -> Overlay[K, V]:
+        """The mapping with these entries."""
+        changes = self.open()
+        for key, value in entries.items():
+            changes.put(key, value)
+        return changes.close()
+
+    def open(self) -> Changes[K, V]:
+        """The same entries, to be changed in place; this mapping stays as it is."""
+        return _made(Changes, self._base, self._news.copy(), self._count)
+
+    def get(self, key: K, default: Any = None) -> Any:
+        value = self._news.get(key, self)
+        if value is self:
+            return self._base.get(key, default)
+        return default if value is _GONE else value
+
+    def __getitem__(self, key: K) -> V:
+        value = self.get(key, _GONE)
+        if value is _GONE:
+            raise KeyError(key)
+        return value
+
+    def __contains__(self, key: object) -> bool:
+        return self.get(key, _GONE) is not _GONE  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[K]:
+        yield from (key for key in self._base if key not in self._news)
+        yield from (key for key, value in self._news.items() if value is not _GONE)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self)})"
+
+
+class Changes(Overlay[K, V]):
+    """An overlay while it is changed, in place."""
+
+    __slots__ = ()
+
+    def put(self, key: K, value: V) -> Changes[K, V]:
+        self._count += key not in self
+        self._news[key] = value
+        return self
+
+    def drop(self, key: K) -> Changes[K, V]:
+        if key not in self:
+            raise KeyError(key)
+        self._count -= 1
+        if key in self._base:
+            self._news[key] = _GONE
+        else:
+            del self._news[key]
+        return self
+
+    def close(self) -> Overlay[K, V]:
+        """What the changes come to; this is not to be changed any more."""
+        base, news = self._base, self._news
+        if len(news) ** 2 > 4 * len(base) + 256:
+            base, news = base.copy(), {}
+            for key, value in self._news.items():
+                if value is _GONE:
+                    del base[key]
+                else:
+                    base[key] = value
+        return _made(Overlay, base, news, self._count)
+
+
+def _made(kind: Any, base: dict, news: dict, count: int) -> Any:
+    made = kind.__new__(kind)
+    made._base, made._news, made._count = base, news, count
+    return made
