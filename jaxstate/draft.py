@@ -10,6 +10,7 @@ from jaxstate.plan import HostTables
 from jaxstate.prefix import Checkpoint, Key, holder_of
 from jaxstate.schedule import Running, Schedule, Waiting
 from jaxstate.state.pool import BlockPool
+from jaxstate.values import changed
 from pallas_kernels.rows import CHUNK
 
 
@@ -19,20 +20,37 @@ class Draft:
     def __init__(self, before: Schedule):
         self.before, self.shape, self.spec = before, before.shape, before.spec
         self.ledger, self.index = before.pool.open(), before.index
-        self.rows, self.counts, self.starting = list(before.rows), before.counts, before.starting
-        self.waiting, self.staged = before.waiting, before.staged
+        self.rows, self.holders = list(before.rows), list(before.holders)
+        self.counts, self.starting = before.counts, before.starting
+        self.waiting, self.answers = before.waiting, before.answers
         self.admitted, self.skipped, self.evicted = before.admitted, before.skipped, before.evicted
-        self.answers = before.answers
+        # What this step leaves, by holder; and the names of all that is to come.
+        self.staged: dict[str, Checkpoint] = {}
+        self.coming = {checkpoint.key for checkpoint in before.staged.values()}
         # Checkpoints that rows are yet to start from: letting them go would free nothing.
         self.keep: set[Key] = set()
         self.preempted: list[str] = []
 
     def schedule(self, pool: BlockPool, tables: HostTables, turn: str) -> Schedule:
-        return Schedule(
-            self.shape, pool, tables, tuple(self.rows), self.counts, starting=self.starting, waiting=self.waiting,
-            admitted=self.admitted, turn=turn, index=self.index, staged=self.staged,
-            skipped=self.skipped, evicted=self.evicted, answers=self.answers, pins=self.before.pins,
+        return changed(
+            self.before, pool=pool, tables=tables, rows=tuple(self.rows), holders=tuple(self.holders),
+            counts=self.counts, starting=self.starting, waiting=self.waiting, admitted=self.admitted, turn=turn,
+            index=self.index, staged={**self.before.staged, **self.staged}, garbage=(),
+            skipped=self.skipped, evicted=self.evicted, answers=self.answers,
         )  # fmt: skip
+
+    def width(self, group: str) -> int:
+        """How many block ids a row of this group's table holds."""
+        return self.before.tables[group].shape[1]
+
+    def seat(self, running: Running) -> None:
+        """Gives the request its row."""
+        self.rows[running.row], self.holders[running.row] = running, running.request.id
+        self.admitted = running.order
+
+    def vacate(self, row: int) -> None:
+        """Makes the row nobody's; its counts are the caller's to clear."""
+        self.rows[row] = self.holders[row] = None
 
     def running(self, row: int) -> Running:
         """The request of a row that has one."""
@@ -43,7 +61,9 @@ class Draft:
     def make_room(self, need: Mapping[str, int]) -> bool:
         """Lets go of as many checkpoints as it takes; False, and no change, if all of them do not suffice."""
         short = self.ledger.short(need)
-        if short and short > self.index.evictable(self.keep):
+        if not short:
+            return True
+        if short > self.index.evictable(self.keep):
             return False
         while short:
             step = self.index.evict(self.keep)
@@ -57,11 +77,10 @@ class Draft:
 
     def last_before(self, running: Running, position: int) -> int:
         """The last place before this one where a state of the prompt is kept or coming; its start, if there is none."""
-        coming = {checkpoint.key for checkpoint in self.staged.values()}
-        for place in range(position - CHUNK, running.cached, -CHUNK):
-            key = running.keys[place // CHUNK - 1]
-            if key in self.index.nodes or key in coming:
-                return place
+        nodes, first, last = self.index.nodes, running.cached // CHUNK, position // CHUNK - 1
+        for n, key in zip(range(last, first, -1), running.keys[first:last][::-1], strict=True):
+            if key in self.coming or key in nodes:
+                return n * CHUNK
         return running.cached
 
     def stage(self, running: Running, position: int, blocks: dict[str, int], holder: str) -> None:
@@ -71,7 +90,14 @@ class Draft:
             position - self.last_before(running, position),
             chain=running.keys[: position // CHUNK], salt=running.request.cache_salt,
         )  # fmt: skip
-        self.staged = {**self.staged, holder: checkpoint}
+        self.staged[holder] = checkpoint
+        self.coming.add(checkpoint.key)
+
+    def hold(self, running: Running) -> None:
+        """Has a row that reads nothing in this step hold the checkpoint that it is to start from."""
+        assert running.source is not None
+        self.ledger.share(running.request.id, one_each(running.source.blocks))
+        self.starting = (*self.starting, running.row)
 
     def keep_last(self, running: Running) -> None:
         """Makes the state that a row leaves behind a checkpoint: its block is sealed and changes hands."""
@@ -101,7 +127,7 @@ class Draft:
         )
         row = running.row
         self.ledger.release(running.request.id)
-        self.rows[row] = None
+        self.vacate(row)
         self.counts = self.counts.put(
             [row], prompt=0, budget=0, known=0, read=0, made=0, ended=False, spare=False
         )

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 from flax import struct
 
@@ -19,6 +20,7 @@ from jaxstate.sampling import Sampling
 from jaxstate.state.spec import NULL, CacheSpec, format_leaves, has_values
 from jaxstate.state.tables import Cells
 from jaxstate.typing import Bool, Int32
+from jaxstate.values import changed
 
 HostTables = dict[str, np.ndarray]
 """The host's copy of the block tables, `int32[rows, capacity]` per group."""
@@ -57,6 +59,11 @@ class PlanShape:
     def sizes(self) -> dict[str, tuple[int, int, int]]:
         """By group: entries in the cell list and in the zero list, and blocks; worked out once."""
         return {g: (self.width(g), self.zeros(g), self.spec.blocks(g)) for g in self.spec.names}
+
+    @functools.cached_property
+    def nulls(self) -> tuple[StepPlan, StepPlan]:
+        """Plans that do nothing, to decode and to read prompts, in arrays that cannot be written to."""
+        return _null(self, prefill=False), _null(self, prefill=True)
 
 
 class Admission(struct.PyTreeNode):
@@ -109,15 +116,38 @@ class StepPlan(struct.PyTreeNode):
         return f"StepPlan({text}, admit rows {np.flatnonzero(self.admission.rows).tolist()})"
 
 
-def null_plan(shape: PlanShape, *, prefill: bool) -> StepPlan:
-    """The plan that does nothing: every row null. What builds a plan fills in these arrays, which are its own."""
+def null_plan(shape: PlanShape, *, prefill: bool, admits: bool = True) -> StepPlan:
+    """The plan that does nothing: every row null. What builds a plan fills in these arrays, which are its own.
+
+    Unless it `admits` rows: then those that only new rows need are everybody's, and cannot be written to.
+    """
+    null = shape.nulls[prefill]
+    shared = {} if admits else {"admission": null.admission}
+    return _copied(null, **shared)
+
+
+def _copied(value: Any, **instead: Any) -> Any:
+    """A plan, or part of one, with arrays of its own but for the fields given."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple([_copied(part) for part in value])
+    if value is None:
+        return None
+    fields = {k: instead[k] if k in instead else _copied(v) for k, v in value.__dict__.items()}
+    return changed(value, **fields)
+
+
+def _null(shape: PlanShape, *, prefill: bool) -> StepPlan:
     sizes, rows = shape.sizes, shape.spec.rows
 
-    def zeros(n: int) -> np.ndarray:
-        return np.zeros(n, np.int32)
+    def zeros(*size: int) -> np.ndarray:
+        return np.zeros(size, np.int32)
 
-    def each(n: int) -> dict[str, np.ndarray]:
-        return {g: zeros(n) for g in sizes}
+    def each(*size: int) -> dict[str, np.ndarray]:
+        return {g: zeros(*size) for g in sizes}
 
     sampling = Sampling(
         temperature=np.zeros(rows, np.float32), top_k=zeros(rows), top_p=np.ones(rows, np.float32),
@@ -127,7 +157,7 @@ def null_plan(shape: PlanShape, *, prefill: bool) -> StepPlan:
     for g, (width, most, blocks) in sizes.items():
         cells[g] = Cells(zeros(width), zeros(width), zeros(width))
         zero[g], freed[g] = zeros(most), np.zeros(blocks, bool)
-    return StepPlan(
+    plan = StepPlan(
         clear=np.zeros(rows, bool), cells=cells, zero=zero, freed=freed,
         copies={g: (zeros(shape.copies), zeros(shape.copies)) for g in sizes},
         admission=Admission(
@@ -138,10 +168,12 @@ def null_plan(shape: PlanShape, *, prefill: bool) -> StepPlan:
         forced=np.full((rows, 1 if prefill else shape.decode_steps), -1, np.int32),
         prefill=Prefill(
             tokens=zeros(shape.chunk_tokens), offsets=zeros(rows + 1), starts=zeros(rows), sample=np.zeros(rows, bool),
-            checkpoints={g: np.zeros((rows, shape.checkpoints), np.int32) for g in sizes},
-            checkpoint_positions=np.zeros((rows, shape.checkpoints), np.int32),
+            checkpoints=each(rows, shape.checkpoints), checkpoint_positions=zeros(rows, shape.checkpoints),
         ) if prefill else None,
     )  # fmt: skip
+    for array in jax.tree.leaves(plan):
+        array.setflags(write=False)
+    return plan
 
 
 def apply_cells(tables: HostTables, plan: StepPlan) -> HostTables:
@@ -149,10 +181,13 @@ def apply_cells(tables: HostTables, plan: StepPlan) -> HostTables:
     after, clears = {}, np.count_nonzero(plan.clear) > 0
     for group, table in tables.items():
         cells = plan.cells[group]
-        if clears or np.count_nonzero(cells.ids):
+        writes = np.count_nonzero(cells.ids) > 0
+        if clears or writes:
             table = table.copy()
+        if clears:
             table[plan.clear] = NULL
-            real = cells.ids != NULL
+        if writes:
+            real = cells.ids.nonzero()[0]
             table[cells.rows[real], cells.columns[real]] = cells.ids[real]
         after[group] = table
     return after

@@ -6,6 +6,9 @@ and have no way to fail.
 
 from __future__ import annotations
 
+import itertools
+import operator
+
 import numpy as np
 
 from jaxstate.errors import CapacityError, PlanError
@@ -31,7 +34,7 @@ def check_plan(
       CapacityError: a cell past the end of its row.
       PlanError: any other rule, named in the error.
     """
-    spec, vacant = shape.spec, np.array([holder is None for holder in holders])
+    spec, vacant = shape.spec, _nobodys(holders)
     for group in spec.names:
         _check_cells(plan, spec, group, holders)
         _check_blocks(plan, spec, group, pool)
@@ -49,6 +52,11 @@ def check_plan(
     return after
 
 
+def _nobodys(holders: Holders) -> np.ndarray:
+    """Which rows are; no Python is run for a row, since there are many and this is asked of every plan."""
+    return np.frombuffer(bytes(map(operator.is_, holders, itertools.repeat(None))), bool)
+
+
 def _some(values: np.ndarray) -> bool:
     """Whether any is not zero; several times as fast as `any` for what a plan holds."""
     return bool(np.count_nonzero(values))
@@ -56,7 +64,7 @@ def _some(values: np.ndarray) -> bool:
 
 def _real(ids: np.ndarray) -> np.ndarray:
     """The ids that are not null."""
-    return ids[ids != NULL] if _some(ids) else ids[:0]
+    return ids[ids.nonzero()]
 
 
 def _among(ids: np.ndarray, others: np.ndarray, size: int) -> np.ndarray:
@@ -70,7 +78,7 @@ def _check_cells(plan: StepPlan, spec: CacheSpec, group: str, holders: Holders) 
     cells, capacity = plan.cells[group], spec.capacity(group)
     if not _some(cells.ids):
         return
-    written, real = set(), np.flatnonzero(cells.ids)
+    written, real = set(), cells.ids.nonzero()[0]
     for row, column in zip(cells.rows[real].tolist(), cells.columns[real].tolist(), strict=True):
         if not 0 <= row < spec.rows:
             raise PlanError(
@@ -89,19 +97,24 @@ def _check_cells(plan: StepPlan, spec: CacheSpec, group: str, holders: Holders) 
 
 
 def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) -> None:
-    size, zero, (source, destination) = spec.blocks(group), plan.zero[group], plan.copies[group]
-    for what, ids in (
-        ("cells", plan.cells[group].ids),
-        ("zero", zero),
-        ("copies", source),
-        ("copies", destination),
-    ):
-        if _some(ids) and (ids.min() < 0 or ids.max() >= size):
+    zero, (source, destination) = plan.zero[group], plan.copies[group]
+    size, fresh = spec.blocks(group), plan.cells[group].ids
+    named = [
+        (what, ids)
+        for what, ids in (
+            ("cells", fresh), ("zero", zero), ("copies", source), ("copies", destination)
+        )
+        if _some(ids)
+    ]  # fmt: skip
+    for what, ids in named:
+        if ids.min() < 0 or ids.max() >= size:
             raise PlanError(
                 "ids are in range",
                 f"group {group!r}: {what} name {ids.tolist()}; the pool has {size} blocks",
             )
-    if _some(source) or _some(destination):
+    if not named:
+        return
+    if named[-1][0] == "copies":
         real = destination != NULL
         if (source[real] == NULL).any() or _some(source[~real]):
             raise PlanError(
@@ -130,7 +143,7 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
                 "sealed blocks are never written",
                 f"group {group!r}: a block in {ids.tolist()} would be {what}",
             )
-    fresh = _real(plan.cells[group].ids)
+    fresh = _real(fresh)
     if not fresh.size:
         return
     made = np.concatenate([zeroed, copied])
@@ -146,7 +159,8 @@ def _check_kept(plan: StepPlan, spec: CacheSpec, group: str, before: np.ndarray)
     made = np.concatenate([_real(plan.zero[group]), _real(plan.copies[group][1])])
     if not made.size:
         return
-    wiped = made[_among(made, _real(before[~plan.clear]), spec.blocks(group))]
+    before = before if not _some(plan.clear) else before[~plan.clear]
+    wiped = made[_among(made, _real(before), spec.blocks(group))]
     if wiped.size:
         raise PlanError(
             "only what is handed out is zeroed or copied to",
@@ -157,9 +171,10 @@ def _check_kept(plan: StepPlan, spec: CacheSpec, group: str, before: np.ndarray)
 def _check_owners(
     plan: StepPlan, group: str, table: np.ndarray, pool: BlockPool, holders: Holders, vacant: np.ndarray
 ) -> None:  # fmt: skip
-    named = table != NULL
+    named, sealed = table != NULL, pool.sealed[group]
     live = table[named]
-    live = live[~pool.sealed[group][live]]
+    shared = sealed[live]
+    live = live[~shared] if _some(shared) else live
     once = np.zeros(len(pool.refs[group]), bool)
     once[live] = True
     if np.count_nonzero(once) < len(live):
@@ -168,18 +183,18 @@ def _check_owners(
             "one owner",
             f"group {group!r}: blocks {ids[counts > 1].tolist()} stand in two cells and are not sealed",
         )
-    freed = plan.freed[group]
-    if _some(freed) and _some(freed[live]):
+    freed = plan.freed[group].nonzero()[0]
+    if freed.size and _some(once[freed]):
         raise PlanError(
             "no freed block in a row", f"group {group!r}: a row names a block that this plan frees"
         )
-    if _some(freed) and _some(pool.refs[group][freed]):
+    if freed.size and _some(pool.refs[group][freed]):
         raise PlanError(
             "freed blocks are nobody's",
-            f"group {group!r}: a block in {np.flatnonzero(freed).tolist()} still has a holder",
+            f"group {group!r}: a block in {freed.tolist()} still has a holder",
         )
-    used = named.any(axis=1)
-    for row in np.flatnonzero(used == vacant).tolist():
+    used = named[:, 0] if named.shape[1] == 1 else named.any(axis=1)
+    for row in (used == vacant).nonzero()[0].tolist():
         if used[row]:
             raise PlanError(
                 "finished rows are null",
@@ -189,17 +204,17 @@ def _check_owners(
             "live rows have blocks", f"group {group!r}: row {row} of {holders[row]!r} is null"
         )
     cells = plan.cells[group]
-    for row in sorted(set(cells.rows[cells.ids != NULL].tolist())):
+    written = sorted(set(cells.rows[cells.ids.nonzero()].tolist()))
+    for row, named in zip(written, table[written].tolist() if written else (), strict=True):
         mine = pool.held.get(holders[row] or "", {}).get(group, ())
-        named = table[row].tolist()
-        foreign = set(named) - {NULL} - set(mine)
+        foreign = set(named).difference(mine, (NULL,))
         if foreign:
             raise PlanError(
                 "one owner",
                 f"group {group!r}: row {row} names blocks {sorted(foreign)}, which {holders[row]!r} does not hold",
             )
-        own = [block for block in mine if not pool.sealed[group][block]]
-        if not set(own) <= set(named):
+        own = [block for block in mine if not sealed[block]]
+        if not set(own).issubset(named):
             raise PlanError(
                 "rows name all that they hold",
                 f"group {group!r}: row {row} names {named}; {holders[row]!r} holds {own} to write to",
@@ -238,15 +253,15 @@ def _check_checkpoints(
     ids, positions = prefill.checkpoints[group], prefill.checkpoint_positions
     if not _some(ids) and not _some(positions):
         return
-    used = ids != NULL
-    if _some(used != (positions > 0)):
+    rows, slots = ids.nonzero()
+    if _some((ids != NULL) != (positions > 0)):
         raise PlanError(
             "a checkpoint is kept in every group",
             f"group {group!r}: blocks {ids.tolist()} for positions {positions.tolist()}",
         )
     if ids.min() < 0 or ids.max() >= len(pool.refs[group]):
         raise PlanError("ids are in range", f"group {group!r}: checkpoints go to {ids.tolist()}")
-    blocks = ids[used]
+    blocks = ids[rows, slots]
     size = spec.blocks(group)
     if len(set(blocks.tolist())) < len(blocks) or _among(blocks, _real(table), size).any():
         raise PlanError(
@@ -256,7 +271,6 @@ def _check_checkpoints(
         raise PlanError(
             "blocks are zeroed when handed out", f"group {group!r}: checkpoints {blocks.tolist()}"
         )
-    rows, slots = used.nonzero()
     places = positions[rows, slots]
     lengths = prefill.offsets[rows + 1] - prefill.offsets[rows]
     if _some(places > lengths) or _some((prefill.starts[rows] + places) % CHUNK):
@@ -297,16 +311,21 @@ def _check_spans(
 ) -> None:
     """Every row has a block of its own wherever it reads and writes; nothing sealed is written."""
     rows, starts, ends = spans
+    if not len(rows):
+        return
     for i in (ends > spec.max_len).nonzero()[0].tolist():
         spec.need(int(ends[i]), holders[rows[i]] or "")
     for group in spec.groups:
         name, ids = group.name, tables[group.name][rows]
-        per_block = group.tokens_per_block(spec.context_shards) or spec.max_len
-        columns = np.arange(ids.shape[1])
-        # What it starts from, if anything, and all that it leaves its state in.
-        read, last = np.maximum(starts - 1, 0) // per_block, (ends - 1) // per_block
-        upto = columns <= last[:, None]
-        null = (ids == NULL) & (columns >= read[:, None]) & upto
+        per_block = group.tokens_per_block(spec.context_shards)
+        null, written = ids == NULL, pool.sealed[name][ids]
+        if per_block is not None:
+            columns = np.arange(ids.shape[1])
+            # What it starts from, if anything, and all that it leaves its state in.
+            read, last = np.maximum(starts - 1, 0) // per_block, (ends - 1) // per_block
+            upto = columns <= last[:, None]
+            null &= (columns >= read[:, None]) & upto
+            written &= (columns >= starts[:, None] // per_block) & upto
         if _some(null):
             i, column = (int(at[0]) for at in null.nonzero())
             raise PlanError(
@@ -314,7 +333,6 @@ def _check_spans(
                 f"group {name!r}: {holders[rows[i]]!r} has no block in column {column} for "
                 f"positions {starts[i]} to {ends[i] - 1}",
             )
-        written = pool.sealed[name][ids] & (columns >= starts[:, None] // per_block) & upto
         if _some(written):
             i = int(written.nonzero()[0][0])
             raise PlanError(

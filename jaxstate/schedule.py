@@ -19,6 +19,7 @@ from jaxstate.prefix import Checkpoint, Key, PrefixIndex, block_keys, holder_of
 from jaxstate.request import Request
 from jaxstate.state.pool import BlockPool
 from jaxstate.state.spec import CacheSpec
+from jaxstate.values import changed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,20 +98,21 @@ class Counts(NamedTuple):
         """Rows for which nothing more is to be planned but that they are cleared."""
         return (self.prompt > 0) & (self.ended | (self.made >= self.budget))
 
-    def put(self, rows: SequenceOf[int] | np.ndarray, **values: object) -> Counts:
+    def put(self, rows: SequenceOf[int] | np.ndarray | slice, **values: object) -> Counts:
         """The counts with these values in these rows."""
-        after = {}
+        after = self._asdict()
+        rows = rows if isinstance(rows, slice) else np.asarray(rows, np.int64)
         for name, value in values.items():
-            after[name] = getattr(self, name).copy()
+            after[name] = after[name].copy()
             after[name][rows] = value
-        return self._replace(**after)
+        return Counts(**after)
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """Who waits, who runs in which row, which blocks are whose, and what the tables hold once all planned steps ran.
 
-    `starting` are rows that hold the checkpoint that they are yet to start from. `staged` are checkpoints that a
+    `starting` are rows that have read nothing yet and hold the checkpoint that they are to start from. `staged` are checkpoints that a
     planned step writes and that nobody may read yet, by holder; `garbage` are holders whose blocks the next plan frees;
     `skipped` counts checkpoints for which there was no block. `answers` are texts that somebody may go on from, to be
     read when there is nothing better to do; `pins` are prefixes that are never let go, with who reads them if need be.
@@ -120,6 +122,7 @@ class Schedule:
     pool: BlockPool
     tables: HostTables
     rows: tuple[Running | None, ...]
+    holders: tuple[str | None, ...]  # whose each row is
     counts: Counts
     starting: tuple[int, ...] = ()
     waiting: tuple[Waiting, ...] = ()
@@ -139,8 +142,9 @@ class Schedule:
         spec = shape.spec
         tables = {g: np.zeros((spec.rows, spec.capacity(g)), np.int32) for g in spec.names}
         return cls(
-            shape, BlockPool.create(spec), tables, (None,) * spec.rows, Counts.zeros(spec.rows)
-        )
+            shape, BlockPool.create(spec), tables, (None,) * spec.rows, (None,) * spec.rows,
+            Counts.zeros(spec.rows),
+        )  # fmt: skip
 
     @property
     def spec(self) -> CacheSpec:
@@ -163,19 +167,10 @@ class Schedule:
         """Whether there are answers to read."""
         return bool(self.answers) or bool(self.counts.spare.any())
 
-    @property
-    def holders(self) -> list[str | None]:
-        return holders_of(self.rows)
-
     def __repr__(self) -> str:
         rows = f"{len(self.running)} of {self.spec.rows} rows running"
         kept = f", {self.index}" if self.shape.checkpoints else ""
         return f"Schedule({rows}, {len(self.waiting)} waiting, {self.pool}{kept})"
-
-
-def holders_of(rows: SequenceOf[Running | None]) -> list[str | None]:
-    """Whose each row is."""
-    return [r.request.id if r is not None else None for r in rows]
 
 
 def budget_of(request: Request, spec: CacheSpec) -> int:
@@ -184,8 +179,10 @@ def budget_of(request: Request, spec: CacheSpec) -> int:
     Raises:
       CapacityError: the prompt leaves no room for even one token.
     """
-    spec.need(len(request.prompt) + 1, request.id)
-    return min(request.sampling.max_tokens, spec.max_len - len(request.prompt))
+    room = spec.max_len - len(request.prompt)
+    if room < 1:
+        spec.need(len(request.prompt) + 1, request.id)
+    return min(request.sampling.max_tokens, room)
 
 
 def submit(schedule: Schedule, request: Request) -> Schedule:
@@ -265,9 +262,9 @@ def publish(schedule: Schedule, staged: tuple[str, ...]) -> Schedule:
     """Makes the checkpoints of a step that was seen to complete visible, but for those discarded meanwhile."""
     if not staged:
         return schedule
-    ledger, index, known = schedule.pool.open(), schedule.index, []
+    ledger, index, rest, known = schedule.pool.open(), schedule.index, dict(schedule.staged), []
     for holder in staged:
-        checkpoint = schedule.staged.get(holder)
+        checkpoint = rest.pop(holder, None)
         if checkpoint is None:
             continue
         if checkpoint.key in index.nodes:
@@ -277,9 +274,8 @@ def publish(schedule: Schedule, staged: tuple[str, ...]) -> Schedule:
         index = index.insert(checkpoint)
         if checkpoint.key in schedule.pins:
             index = index.pin(checkpoint.key)
-    rest = {h: c for h, c in schedule.staged.items() if h not in staged}
     garbage = (*schedule.garbage, *known)
-    return dataclasses.replace(
+    return changed(
         schedule, pool=ledger.close(), index=index, staged=rest, garbage=garbage
     )
 

@@ -32,13 +32,13 @@ from jaxstate.schedule import (
     distrust,
     end,
     forget_prefixes,
-    holders_of,
     preempt,
     publish,
     recall,
     submit,
 )
 from jaxstate.state.ledger import Blocks
+from jaxstate.values import construct
 from pallas_kernels.rows import CHUNK
 
 __all__ = [
@@ -94,7 +94,9 @@ def plan_next(
     if not can_read and not can_decode and not leaving and not schedule.garbage:
         return None
     kind = "prefill" if can_read else "decode"
-    plan, at = null_plan(schedule.shape, prefill=kind == "prefill"), draft.counts.made
+    # A decode step admits nobody.
+    plan = null_plan(schedule.shape, prefill=kind == "prefill", admits=kind == "prefill")
+    at = draft.counts.made
     if leaving:
         plan.clear[leaving] = True
     if kind == "prefill":
@@ -103,15 +105,18 @@ def plan_next(
         _grow(draft, plan, decode_steps)
         served, spans = _plan_decode(draft, plan, decode_steps)
     pool = draft.ledger.close()
-    for group, freed in plan.freed.items():
+    for group, returned in draft.ledger.returned.items():
         # Not what has a new tenant already, nor what is sealed and has other holders.
-        freed[draft.ledger.returned[group]] = True
-    holders = holders_of(draft.rows)
-    tables = check_plan(plan, schedule.shape, schedule.tables, pool, holders, spans)
+        if returned:
+            plan.freed[group][returned] = True
+    tables = check_plan(plan, schedule.shape, schedule.tables, pool, draft.holders, spans)
     after = draft.schedule(pool, tables, turn="decode" if kind == "prefill" else "prefill")
-    serves = [r if s else None for r, s in zip(draft.rows, served.tolist(), strict=True)]
-    staged = tuple(h for h in draft.staged if h not in schedule.staged)
-    return after, Planned(kind, plan, tuple(serves), at, staged, tuple(draft.preempted))
+    serves = list(draft.rows)
+    for row in (~served).nonzero()[0].tolist():
+        serves[row] = None
+    return after, Planned(
+        kind, plan, tuple(serves), at, tuple(draft.staged), tuple(draft.preempted)
+    )
 
 
 def _release(draft: Draft, leaving: list[int]) -> None:
@@ -122,7 +127,7 @@ def _release(draft: Draft, leaving: list[int]) -> None:
         if running.reads and not counts.ended[row]:
             draft.keep_last(running)
         ledger.release(running.request.id)
-        draft.rows[row] = None
+        draft.vacate(row)
     starting = []
     for row in draft.starting:
         running = draft.rows[row]
@@ -159,10 +164,11 @@ def _admit(
     shape, spec, counts = draft.shape, draft.spec, draft.counts
     left = shape.chunk_tokens - sum(n for _, n in _chunks(draft))
     free_rows = (counts.prompt == 0).nonzero()[0].tolist()
-    room = {g: shape.width(g) - sum(len(ids[g]) for _, ids in before) for g in spec.names}
+    sizes = shape.sizes.items()
+    room = {g: width - sum([len(ids[g]) for _, ids in before]) for g, (width, *_) in sizes}
     growth = {g: int(lacks.clip(min=0).sum()) for g, lacks in draft.lacking(steps).items()}
-    coming = {pair for row in counts.reading.nonzero()[0].tolist() for pair in _coming(draft, row)}
-    coming |= {(c.position, c.key) for c in draft.staged.values()}
+    coming = {key for row in counts.reading.nonzero()[0].tolist() for key in _coming(draft, row)}
+    coming |= draft.coming
     admitted, passed = [], []
     least = 1 if queue is draft.waiting else CHUNK
     for place, waiting in enumerate(queue):
@@ -174,13 +180,14 @@ def _admit(
         request, match = waiting.request, _match(draft, waiting)
         source, length = match.checkpoint, len(request.prompt)
         start = source.position if source is not None else 0
-        if any(start < p < length and _at(waiting.keys, p) == k for p, k in coming):
+        # Where it could start from instead: after a whole chunk, with a token left to read.
+        if not coming.isdisjoint(waiting.keys[start // CHUNK : (length - 1) // CHUNK]):
             passed.append(waiting)
             continue
         budget = budget_of(request, spec)
         first = budget if waiting.age else min(budget, 1 + steps)
         need = spec.need(length + first, request.id)
-        take = {g: n + growth.get(g, 0) for g, n in need.items()}
+        take = {g: n + growth.get(g, 0) for g, n in need.items()} if growth else need
         if source is not None:
             draft.keep.add(source.key)
         if source is not None and not draft.make_room(take) and not any(draft.rows):
@@ -188,19 +195,19 @@ def _admit(
             draft.keep.discard(source.key)
             source, start = None, 0
             match = Match(None, match.shared, "not_kept")
-        if any(room[g] < n for g, n in need.items()) or not draft.make_room(take):
+        if any([room[g] < n for g, n in need.items()]) or not draft.make_room(take):
             passed += queue[place:]
             break
-        running = Running(
-            request, waiting.tokens, waiting.keys, free_rows[len(admitted)], budget, draft.admitted + 1,
-            age=waiting.age or draft.admitted + 1,
+        running = construct(
+            Running, request=request, tokens=waiting.tokens, keys=waiting.keys,
+            row=free_rows[len(admitted)], budget=budget, order=draft.admitted + 1, age=waiting.age or draft.admitted + 1,
             wants=wanted(match, length) if shape.checkpoints and not waiting.reads else (),
             source=source, miss=match.miss, known=waiting.made, reads=waiting.reads,
         )  # fmt: skip
         admitted.append((running, _enter(draft, running, need)))
         left -= length - start
         room = {g: room[g] - n for g, n in need.items()}
-        coming |= set(_leaves(running))
+        coming.update(_leaves(running))
     if queue is draft.waiting:
         draft.waiting = tuple(passed)
     else:
@@ -216,15 +223,12 @@ def _admit(
 
 
 def _enter(draft: Draft, running: Running, need: Mapping[str, int]) -> Blocks:
-    """Gives the request its row and blocks, and the checkpoint that it starts from to read; the blocks."""
-    row, name, source = running.row, running.request.id, running.source
-    ids = draft.ledger.allocate(name, need)
-    if source is not None:
-        draft.ledger.share(name, one_each(source.blocks))
-        draft.index = draft.index.use(source.key)
-        draft.starting = (*draft.starting, row)
+    """Gives the request its row and blocks; the blocks."""
+    ids = draft.ledger.allocate(running.request.id, need)
+    if running.source is not None:
+        draft.index = draft.index.use(running.source.key)
     draft.index = draft.index.see(running.keys)
-    draft.rows[row], draft.admitted = running, running.order
+    draft.seat(running)
     return ids
 
 
@@ -234,20 +238,17 @@ def _match(draft: Draft, waiting: Waiting) -> Match:
     return draft.index.match(waiting.keys, len(waiting.request.prompt))
 
 
-def _coming(draft: Draft, row: int) -> list[tuple[int, Key]]:
-    """Where the row's prompt is yet to leave checkpoints."""
-    return [(p, key) for p, key in _leaves(draft.running(row)) if p > draft.counts.read[row]]
+def _coming(draft: Draft, row: int) -> SequenceOf[Key]:
+    """The names of the checkpoints that the row's prompt is yet to leave."""
+    running, read = draft.running(row), draft.counts.read[row]
+    return _leaves(running, int(read))
 
 
-def _leaves(running: Running) -> list[tuple[int, Key]]:
-    """Where the prompt leaves checkpoints that others wait for."""
+def _leaves(running: Running, read: int = 0) -> SequenceOf[Key]:
+    """The names of the checkpoints that the prompt leaves after so many tokens, for which others wait."""
     if running.reads == "pin":
-        return [(len(running.tokens), running.keys[-1])]
-    return [(p, running.keys[p // CHUNK - 1]) for p in running.wants]
-
-
-def _at(keys: tuple[Key, ...], position: int) -> Key | None:
-    return keys[position // CHUNK - 1] if position // CHUNK <= len(keys) else None
+        return running.keys[-1:]
+    return [running.keys[p // CHUNK - 1] for p in running.wants if p > read]
 
 
 def _chunks(draft: Draft) -> list[tuple[int, int]]:
@@ -268,12 +269,10 @@ def _plan_prefill(
     draft: Draft, admitted: SequenceOf[tuple[Running, Blocks]], plan: StepPlan, extra: tuple[int, ...]
 ) -> np.ndarray:  # fmt: skip
     """Packs prompt tokens; the rows that read some."""
-    used, prefill = dict.fromkeys(draft.spec.names, 0), plan.prefill
+    prefill, counts = plan.prefill, draft.counts
     assert prefill is not None
-    for running, ids in admitted:
-        _write_row(plan, draft, running, ids, used, has={})
-        _write_admission(plan, running, extra)
-    chunks, counts = _chunks(draft), draft.counts
+    used = _write_rows(plan, draft, [(running, ids, {}) for running, ids in admitted])
+    chunks = _chunks(draft)
     rows = [row for row, _ in chunks]
     lengths = np.zeros(len(draft.rows), np.int64)
     lengths[rows] = [n for _, n in chunks]
@@ -281,6 +280,11 @@ def _plan_prefill(
     ends = counts.read + lengths
     prefill.starts[rows] = counts.read[rows]
     prefill.sample[rows] = (ends == counts.prompt)[rows]
+    for running, _ in admitted:
+        _write_admission(plan, running, extra)
+        # Who starts in this step has read its checkpoint before anything is written by a later one.
+        if running.source is not None and not lengths[running.row]:
+            draft.hold(running)
     for row, n in chunks:
         running, at, start = draft.running(row), int(prefill.offsets[row]), int(counts.read[row])
         _leave_checkpoints(draft, plan, running, start + n, used)
@@ -320,7 +324,7 @@ def _leave_checkpoints(
 
 def _grow(draft: Draft, plan: StepPlan, steps: int) -> None:
     """Gives rows blocks for their next decode steps, the oldest first; if there are none, the youngest request pays."""
-    lacks, used = draft.lacking(steps), dict.fromkeys(draft.spec.names, 0)
+    lacks, grown = draft.lacking(steps), []
     rows = {row for lacking in lacks.values() for row in (lacking > 0).nonzero()[0].tolist()}
     for running in sorted((draft.running(row) for row in rows), key=lambda r: r.age):
         need = {g: max(0, int(lacking[running.row])) for g, lacking in lacks.items()}
@@ -328,8 +332,8 @@ def _grow(draft: Draft, plan: StepPlan, steps: int) -> None:
             plan.clear[draft.preempt()] = True
         if draft.rows[running.row] is running:
             has = draft.ledger.held[running.request.id]
-            ids = draft.ledger.allocate(running.request.id, need)
-            _write_row(plan, draft, running, ids, used, has=has)
+            grown.append((running, draft.ledger.allocate(running.request.id, need), has))
+    _write_rows(plan, draft, [g for g in grown if draft.rows[g[0].row] is g[0]])
 
 
 def _plan_decode(
@@ -348,25 +352,32 @@ def _plan_decode(
     return rows, (served, (at + counts.made)[served], (at + made)[served])
 
 
-def _write_row(
-    plan: StepPlan, draft: Draft, running: Running, ids: Blocks, used: dict[str, int], *,
-    has: Mapping[str, SequenceOf[int]],
-) -> None:  # fmt: skip
-    """Writes fresh blocks to the row, behind those that it has, and has them zeroed."""
-    for group, new in ids.items():
-        first = len(has.get(group, ()))
-        draft.spec.check_row(group, first + len(new), running.request.id)
-        at, cells = slice(used[group], used[group] + len(new)), plan.cells[group]
-        cells.rows[at], cells.columns[at] = running.row, range(first, first + len(new))
-        cells.ids[at] = plan.zero[group][at] = new
-        used[group] += len(new)
+def _write_rows(
+    plan: StepPlan, draft: Draft,
+    rows: SequenceOf[tuple[Running, Blocks, Mapping[str, SequenceOf[int]]]],
+) -> dict[str, int]:  # fmt: skip
+    """Writes fresh blocks to rows, behind those that they have, and has them zeroed; how many they are by group."""
+    used = dict.fromkeys(draft.spec.names, 0)
+    for group in used if rows else ():
+        cells, width, where, columns, ids = plan.cells[group], draft.width(group), [], [], []
+        for running, new, has in rows:
+            first, blocks = len(has.get(group, ())), new.get(group, ())
+            if first + len(blocks) > width:
+                draft.spec.check_row(group, first + len(blocks), running.request.id)
+            where += [running.row] * len(blocks)
+            columns += range(first, first + len(blocks))
+            ids += blocks
+        n = used[group] = len(ids)
+        cells.rows[:n], cells.columns[:n], cells.ids[:n], plan.zero[group][:n] = where, columns, ids, ids
+    return used
 
 
 def _write_admission(plan: StepPlan, running: Running, extra: tuple[int, ...]) -> None:
     row, asked, admission = running.row, running.request.sampling, plan.admission
     stops = (*asked.stop_ids, *(() if asked.ignore_eos else extra))
     admission.rows[row], admission.budget[row] = True, running.budget
-    admission.stop_ids[row, : len(stops)] = stops
+    if stops:
+        admission.stop_ids[row, : len(stops)] = stops
     if running.source is not None:
         admission.position[row] = running.cached
         for group, block in running.source.blocks.items():

@@ -1,4 +1,4 @@
-"""Copies of frozen values."""
+"""Frozen values that check nothing when they are made, made in a fraction of the time that their class takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ T = TypeVar("T")
 
 
 def changed(value: T, **fields: Any) -> T:
-    """`dataclasses.replace` for values that check nothing when they are made; several times as fast."""
-    made = object.__new__(type(value))
-    made.__dict__.update(value.__dict__, **fields)
-    return made
+    """The value with other fields, as `dataclasses.replace` makes it."""
+    after = object.__new__(type(value))
+    after.__dict__.update(value.__dict__, **fields)
+    return after
+
+
+def construct(kind: type[T], **fields: Any) -> T:
+    """A value with these fields, all that have no default among them."""
+    value = object.__new__(kind)
+    value.__dict__.update(fields)
+    return value

@@ -219,14 +219,40 @@ def test_a_full_pool_lets_go_of_states_for_requests(schedule):
     assert emptied.pool.free_count("whole") == emptied.spec.blocks("whole") - 1
 
 
-def test_a_source_is_held_until_it_was_read(schedule):
+def test_a_source_is_held_until_it_is_read(schedule):
+    """Who gets a row when the step has no tokens left starts in a later one, and what it starts from may be dropped."""
     schedule, _ = run(submit(schedule, request("a", text(200))))
     (node,) = schedule.index.nodes.values()
+    block = node.blocks["whole"]
+
+    def refs(schedule):
+        return schedule.pool.refs["whole"][block]
+
+    room = schedule.shape.chunk_tokens
+    schedule = submit(schedule, request("first", text(room - 40, seed=5)))
+    schedule = submit(schedule, request("b", (*text(192), *text(100, seed=1))))
+    after, planned = plan_next(schedule, decode_steps=4)
+    (row,) = (r.row for r in after.running if r.request.id == "b")
+    assert planned.plan.admission.source["whole"][row] == block and planned.serves[row] is None
+    assert refs(after) == 2
+    dropped, planned = plan_next(scheduler.forget_prefixes(after), decode_steps=4)
+    while planned.serves[row] is None:
+        assert refs(dropped) == 1 and dropped.pool.sealed["whole"][block]
+        dropped, planned = plan_next(dropped, decode_steps=4)
+    assert planned.plan.prefill.starts[row] == 192 and refs(dropped) == 1
+    assert refs(plan_next(dropped, decode_steps=4)[0]) == 0
+
+
+def test_a_source_that_is_read_at_once_stays_until_the_next_plan(schedule):
+    """Steps run in order, so whoever gets its block then cannot have written it before."""
+    schedule, _ = run(submit(schedule, request("a", text(200))))
+    (node,) = schedule.index.nodes.values()
+    block = node.blocks["whole"]
     after, planned = plan_next(submit(schedule, request("b", text(200))), decode_steps=4)
-    assert planned.plan.admission.source["whole"][0] == node.blocks["whole"]
-    assert after.pool.refs["whole"][node.blocks["whole"]] == 2
-    later, _ = plan_next(after, decode_steps=4)
-    assert later.pool.refs["whole"][node.blocks["whole"]] == 1
+    assert planned.plan.admission.source["whole"][0] == block and planned.serves[0] is not None
+    assert after.pool.sealed["whole"][block] and not planned.plan.freed["whole"][block]
+    later, planned = plan_next(scheduler.forget_prefixes(after), decode_steps=4)
+    assert later.pool.refs["whole"][block] == 0 and planned.plan.freed["whole"][block]
 
 
 def _prefill_with_checkpoint(schedule):
