@@ -101,11 +101,11 @@ class _Lru(PrefixIndex):
     """The same index with the least recently used checkpoint going first."""
 
     def insert(self, checkpoint: Checkpoint) -> PrefixIndex:
-        return self._queued(checkpoint._replace(uses=0, priority=self._tick()))
+        return self._queued(checkpoint.ranked(0, self._tick()))
 
     def use(self, key: bytes) -> PrefixIndex:
         node = self.nodes[key]
-        return self._put(node._replace(uses=node.uses + 1, priority=self._tick()), self.queue)
+        return self._put(node.ranked(node.uses + 1, self._tick()), self.queue)
 
     def _tick(self) -> float:
         return float(next(_ticks))

@@ -35,7 +35,7 @@ class Draft:
         return changed(
             self.before, pool=pool, tables=tables, rows=tuple(self.rows), holders=tuple(self.holders),
             counts=self.counts, starting=self.starting, waiting=self.waiting, admitted=self.admitted, turn=turn,
-            index=self.index, staged={**self.before.staged, **self.staged}, garbage=(),
+            index=self.index.close(), staged={**self.before.staged, **self.staged}, garbage=(),
             skipped=self.skipped, evicted=self.evicted, answers=self.answers,
         )  # fmt: skip
 
@@ -63,7 +63,9 @@ class Draft:
         short = self.ledger.short(need)
         if not short:
             return True
-        if short > self.index.evictable(self.keep):
+        # All that may be kept may be; only if that is too many is it looked at.
+        sure = len(self.index) - self.index.pinned - len(self.keep)
+        if short > sure and short > self.index.evictable(self.keep):
             return False
         while short:
             step = self.index.evict(self.keep)

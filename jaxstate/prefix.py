@@ -44,6 +44,10 @@ class Checkpoint(NamedTuple):
     chain: tuple[Key, ...] = ()  # names of all 64-token prefixes up to this one
     salt: str = ""
 
+    def ranked(self, uses: int, priority: float) -> Checkpoint:
+        """The same state, used so often and worth so much."""
+        return Checkpoint(*self[:6], uses, priority, *self[8:])
+
 
 class Match(NamedTuple):
     """What the index has for a prompt: the deepest usable checkpoint, or why there is none.
@@ -77,12 +81,12 @@ class PrefixIndex:
     def match(self, keys: Sequence[Key], length: int) -> Match:
         """The deepest checkpoint of a prompt with these names; at least one of its tokens is left to compute."""
         usable = max(length - 1, 0) // CHUNK
-        seen, before = self.seen, self.seen_before
+        seen, before, nodes = self.seen, self.seen_before, self.nodes
         shared = len(keys)
         while shared and keys[shared - 1] not in seen and keys[shared - 1] not in before:
             shared -= 1
-        for n in range(usable, 0, -1):
-            node = self.nodes.get(keys[n - 1])
+        for key in keys[:usable][::-1]:
+            node = nodes.get(key)
             if node is not None:
                 return Match(node, shared * CHUNK, None)
         if not usable:
@@ -93,32 +97,41 @@ class PrefixIndex:
             miss = "unknown"
         return Match(None, shared * CHUNK, miss)
 
+    def open(self) -> PrefixIndex:
+        """The same index for a series of changes, of which only the last value is good; `close` ends it."""
+        return changed(self, nodes=self.nodes.open(), seen=self.seen.open())
+
+    def close(self) -> PrefixIndex:
+        """What the changes come to."""
+        seen, before = self.seen.close(), self.seen_before.close()
+        return changed(self, nodes=self.nodes.close(), seen=seen, seen_before=before)
+
     def see(self, keys: Sequence[Key]) -> PrefixIndex:
         """The index after a prompt with these names was read; what was not read for long is forgotten in the end."""
         seen, before, new = self.seen, self.seen_before, len(keys)
         if len(seen) >= self.seen_limit // 2:
-            seen, before = Overlay(), seen
+            seen, before = type(seen)(), seen
         # Whoever saw a prefix saw all that it begins with.
         while new and keys[new - 1] not in seen:
             new -= 1
-        if new == len(keys):
-            return self
-        return changed(self, seen=seen.update(dict.fromkeys(keys[new:])), seen_before=before)
+        for key in keys[new:]:
+            seen = seen.put(key, None)
+        return changed(self, seen=seen, seen_before=before)
 
     def insert(self, checkpoint: Checkpoint) -> PrefixIndex:
         """The index with this checkpoint, which is readable from now on."""
-        return self._queued(checkpoint._replace(priority=self.clock + checkpoint.cost))
+        return self._queued(checkpoint.ranked(checkpoint.uses, self.clock + checkpoint.cost))
 
     def adopt(self, checkpoint: Checkpoint) -> PrefixIndex:
         """The index with a checkpoint that another index has valued before, at `priority` above its clock."""
         index = self.see(checkpoint.chain)
-        return index._queued(checkpoint._replace(priority=self.clock + checkpoint.priority))
+        return index._queued(checkpoint.ranked(checkpoint.uses, self.clock + checkpoint.priority))
 
     def use(self, key: Key) -> PrefixIndex:
         """The index after a hit."""
         node = self.nodes[key]
-        priority = self.clock + (node.uses + 2) * node.cost
-        return self._put(node._replace(uses=node.uses + 1, priority=priority), self.queue)
+        used = node.ranked(node.uses + 1, self.clock + (node.uses + 2) * node.cost)
+        return changed(self, nodes=self.nodes.put(key, used))
 
     def remove(self, key: Key) -> PrefixIndex:
         """The index without this checkpoint."""

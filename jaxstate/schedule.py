@@ -262,7 +262,7 @@ def publish(schedule: Schedule, staged: tuple[str, ...]) -> Schedule:
     """Makes the checkpoints of a step that was seen to complete visible, but for those discarded meanwhile."""
     if not staged:
         return schedule
-    ledger, index, rest, known = schedule.pool.open(), schedule.index, dict(schedule.staged), []
+    ledger, index, rest, known = schedule.pool.open(), schedule.index.open(), dict(schedule.staged), []
     for holder in staged:
         checkpoint = rest.pop(holder, None)
         if checkpoint is None:
@@ -276,7 +276,7 @@ def publish(schedule: Schedule, staged: tuple[str, ...]) -> Schedule:
             index = index.pin(checkpoint.key)
     garbage = (*schedule.garbage, *known)
     return changed(
-        schedule, pool=ledger.close(), index=index, staged=rest, garbage=garbage
+        schedule, pool=ledger.close(), index=index.close(), staged=rest, garbage=garbage
     )
 
 

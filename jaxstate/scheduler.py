@@ -162,6 +162,7 @@ def _admit(
     if not queue:
         return []
     shape, spec, counts = draft.shape, draft.spec, draft.counts
+    draft.index = draft.index.open()
     left = shape.chunk_tokens - sum(n for _, n in _chunks(draft))
     free_rows = (counts.prompt == 0).nonzero()[0].tolist()
     sizes = shape.sizes.items()

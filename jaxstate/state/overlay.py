@@ -39,22 +39,19 @@ class Overlay(Mapping[K, V], Generic[K, V]):
         """The mapping without this entry; KeyError when there is none."""
         return self.open().drop(key).close()
 
-    def update(self, entries: Mapping[K, V]) -> Overlay[K, V]:
-        """The mapping with these entries."""
-        changes = self.open()
-        for key, value in entries.items():
-            changes.put(key, value)
-        return changes.close()
-
     def open(self) -> Changes[K, V]:
         """The same entries, to be changed in place; this mapping stays as it is."""
         return _made(Changes, self._base, self._news.copy(), self._count)
 
+    def close(self) -> Overlay[K, V]:
+        """What the changes come to: here there are none."""
+        return self
+
     def get(self, key: K, default: Any = None) -> Any:
-        value = self._news.get(key, self)
-        if value is self:
-            return self._base.get(key, default)
-        return default if value is _GONE else value
+        if key in self._news:
+            value = self._news[key]
+            return default if value is _GONE else value
+        return self._base.get(key, default)
 
     def __getitem__(self, key: K) -> V:
         value = self.get(key, _GONE)
@@ -63,7 +60,9 @@ class Overlay(Mapping[K, V], Generic[K, V]):
         return value
 
     def __contains__(self, key: object) -> bool:
-        return self.get(key, _GONE) is not _GONE  # type: ignore[arg-type]
+        if key in self._news:
+            return self._news[key] is not _GONE  # type: ignore[index]
+        return key in self._base
 
     def __iter__(self) -> Iterator[K]:
         yield from (key for key in self._base if key not in self._news)
@@ -77,7 +76,7 @@ class Overlay(Mapping[K, V], Generic[K, V]):
 
 
 class Changes(Overlay[K, V]):
-    """An overlay while it is changed, in place."""
+    """An overlay while it is changed, in place: `put` and `drop` give it back."""
 
     __slots__ = ()
 

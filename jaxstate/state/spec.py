@@ -10,6 +10,7 @@ of the group and nothing else computes it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -138,7 +139,7 @@ class CacheSpec:
                     f"to at least {self.capacity(group.name) + 1} or lower max_len"
                 )
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(group.name for group in self.groups)
 
@@ -180,7 +181,8 @@ class CacheSpec:
                 request=request, group=group.name, need=tokens, capacity=self.max_len, unit="tokens in a row",
                 remedy=f"raise max_len from {self.max_len} to at least {tokens}, or shorten the request",
             )  # fmt: skip
-        return {group.name: group.need(tokens, self.context_shards) for group in self.groups}
+        shards = self.context_shards
+        return {group.name: group.need(tokens, shards) for group in self.groups}
 
     def check_row(self, name: str, need: int, request: str = "") -> None:
         """Raises CapacityError when `need` block ids do not fit a row of this group."""
