@@ -62,16 +62,17 @@ def _some(values: np.ndarray) -> bool:
     return bool(np.count_nonzero(values))
 
 
-def _real(ids: np.ndarray) -> np.ndarray:
-    """The ids that are not null."""
-    return ids[ids.nonzero()]
+def _real(ids: np.ndarray) -> list[int]:
+    """The ids that are not null; mostly a few of many."""
+    return ids[ids.nonzero()].tolist() if ids.size else []
 
 
-def _among(ids: np.ndarray, others: np.ndarray, size: int) -> np.ndarray:
-    """Which of these ids are among the others; all are below `size`."""
+def _mask(ids: np.ndarray, size: int) -> np.ndarray:
+    """Which of so many blocks these ids name; null is none."""
     mask = np.zeros(size, bool)
-    mask[others] = True
-    return mask[ids]
+    mask[ids] = True
+    mask[NULL] = False
+    return mask
 
 
 def _check_cells(plan: StepPlan, spec: CacheSpec, group: str, holders: Holders) -> None:
@@ -98,23 +99,16 @@ def _check_cells(plan: StepPlan, spec: CacheSpec, group: str, holders: Holders) 
 
 def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) -> None:
     zero, (source, destination) = plan.zero[group], plan.copies[group]
-    size, fresh = spec.blocks(group), plan.cells[group].ids
-    named = [
-        (what, ids)
-        for what, ids in (
-            ("cells", fresh), ("zero", zero), ("copies", source), ("copies", destination)
-        )
-        if _some(ids)
-    ]  # fmt: skip
-    for what, ids in named:
-        if ids.min() < 0 or ids.max() >= size:
+    size, sealed = spec.blocks(group), pool.sealed[group]
+    fresh, zeroed = _real(plan.cells[group].ids), _real(zero)
+    copied, copies = _real(destination), _some(source) or _some(destination)
+    for what, ids in (("cells", fresh), ("zero", zeroed), ("copies", _real(source)), ("copies", copied)):
+        if ids and (min(ids) < 0 or max(ids) >= size):
             raise PlanError(
                 "ids are in range",
-                f"group {group!r}: {what} name {ids.tolist()}; the pool has {size} blocks",
+                f"group {group!r}: {what} name {ids}; the pool has {size} blocks",
             )
-    if not named:
-        return
-    if named[-1][0] == "copies":
+    if copies:
         real = destination != NULL
         if (source[real] == NULL).any() or _some(source[~real]):
             raise PlanError(
@@ -126,7 +120,7 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
                 "each block is written once",
                 f"group {group!r}: copies go to {destination[real].tolist()}",
             )
-        if np.isin(source[real], _real(zero)).any():
+        if not set(zeroed).isdisjoint(_real(source)):
             raise PlanError(
                 "nothing fresh is copied from",
                 f"group {group!r}: a block in {source.tolist()} is zeroed by this plan",
@@ -136,35 +130,31 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
                 "nothing freed is copied from",
                 f"group {group!r}: a block in {source.tolist()} is freed by this plan",
             )
-    zeroed, copied = _real(zero), _real(destination)
     for what, ids in (("zeroed", zeroed), ("copied to", copied)):
-        if ids.size and _some(pool.sealed[group][ids]):
+        if any([sealed[block] for block in ids]):
             raise PlanError(
                 "sealed blocks are never written",
-                f"group {group!r}: a block in {ids.tolist()} would be {what}",
+                f"group {group!r}: a block in {ids} would be {what}",
             )
-    fresh = _real(fresh)
-    if not fresh.size:
-        return
-    made = np.concatenate([zeroed, copied])
-    dirty = fresh[~_among(fresh, made, size) & ~pool.sealed[group][fresh]]
-    if dirty.size:
+    made = {*zeroed, *copied}
+    dirty = [block for block in fresh if block not in made and not sealed[block]]
+    if dirty:
         raise PlanError(
             "blocks are zeroed when handed out",
-            f"group {group!r}: blocks {dirty.tolist()} are new to a row and neither zeroed nor copied to",
+            f"group {group!r}: blocks {dirty} are new to a row and neither zeroed nor copied to",
         )
 
 
 def _check_kept(plan: StepPlan, spec: CacheSpec, group: str, before: np.ndarray) -> None:
-    made = np.concatenate([_real(plan.zero[group]), _real(plan.copies[group][1])])
-    if not made.size:
+    made = _real(plan.zero[group]) + _real(plan.copies[group][1])
+    if not made:
         return
-    before = before if not _some(plan.clear) else before[~plan.clear]
-    wiped = made[_among(made, _real(before), spec.blocks(group))]
-    if wiped.size:
+    stays = _mask(before[~plan.clear] if _some(plan.clear) else before, spec.blocks(group))
+    wiped = sorted({block for block in made if stays[block]})
+    if wiped:
         raise PlanError(
             "only what is handed out is zeroed or copied to",
-            f"group {group!r}: blocks {np.unique(wiped).tolist()} are in use by a row",
+            f"group {group!r}: blocks {wiped} are in use by a row",
         )
 
 
@@ -225,20 +215,20 @@ def _check_sources(plan: StepPlan, group: str, pool: BlockPool, holders: Holders
     source, admission = plan.admission.source[group], plan.admission
     if not _some(source) and not _some(admission.position):
         return
-    if _some(source):
-        if source.min() < 0 or source.max() >= len(pool.refs[group]):
-            raise PlanError("ids are in range", f"group {group!r}: sources are {source.tolist()}")
-        if not pool.sealed[group][source[source != NULL]].all():
+    ids, size, sealed = _real(source), len(pool.refs[group]), pool.sealed[group]
+    if ids and (min(ids) < 0 or max(ids) >= size):
+        raise PlanError("ids are in range", f"group {group!r}: sources are {source.tolist()}")
+    if not all([sealed[block] for block in ids]):
+        raise PlanError(
+            "only published states are started from",
+            f"group {group!r}: sources are {source.tolist()}",
+        )
+    for row in source.nonzero()[0].tolist():
+        if not admission.rows[row] or holders[row] is None:
             raise PlanError(
-                "only published states are started from",
-                f"group {group!r}: sources are {source.tolist()}",
+                "only new rows have a source",
+                f"group {group!r}: row {row} is not admitted here",
             )
-        for row in np.flatnonzero(source).tolist():
-            if not admission.rows[row] or holders[row] is None:
-                raise PlanError(
-                    "only new rows have a source",
-                    f"group {group!r}: row {row} is not admitted here",
-                )
     placed = admission.position > 0
     if _some(placed != (source != NULL)):
         raise PlanError(
@@ -261,15 +251,12 @@ def _check_checkpoints(
         )
     if ids.min() < 0 or ids.max() >= len(pool.refs[group]):
         raise PlanError("ids are in range", f"group {group!r}: checkpoints go to {ids.tolist()}")
-    blocks = ids[rows, slots]
-    size = spec.blocks(group)
-    if len(set(blocks.tolist())) < len(blocks) or _among(blocks, _real(table), size).any():
+    blocks, named = ids[rows, slots].tolist(), _mask(table, spec.blocks(group))
+    if len(set(blocks)) < len(blocks) or any([named[block] for block in blocks]):
+        raise PlanError("each block is written once", f"group {group!r}: checkpoints go to {blocks}")
+    if not set(blocks).issubset(_real(plan.zero[group])):
         raise PlanError(
-            "each block is written once", f"group {group!r}: checkpoints go to {blocks.tolist()}"
-        )
-    if not _among(blocks, _real(plan.zero[group]), size).all():
-        raise PlanError(
-            "blocks are zeroed when handed out", f"group {group!r}: checkpoints {blocks.tolist()}"
+            "blocks are zeroed when handed out", f"group {group!r}: checkpoints {blocks}"
         )
     places = positions[rows, slots]
     lengths = prefill.offsets[rows + 1] - prefill.offsets[rows]
