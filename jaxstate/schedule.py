@@ -98,6 +98,10 @@ class Counts(NamedTuple):
         """Rows for which nothing more is to be planned but that they are cleared."""
         return (self.prompt > 0) & (self.ended | (self.made >= self.budget))
 
+    def copied(self) -> Counts:
+        """The same counts in arrays of their own, for whoever makes them to write to."""
+        return Counts(*[array.copy() for array in self])
+
     def put(self, rows: SequenceOf[int] | np.ndarray | slice, **values: object) -> Counts:
         """The counts with these values in these rows."""
         after = self._asdict()

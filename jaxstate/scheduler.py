@@ -141,9 +141,9 @@ def _release(draft: Draft, leaving: list[int]) -> None:
         ledger.release(holder)
     draft.starting = tuple(starting)
     if leaving:
-        draft.counts = counts.put(
-            leaving, prompt=0, budget=0, known=0, read=0, made=0, ended=False, spare=False
-        )
+        draft.counts, rows = counts.copied(), np.array(leaving)
+        for count in draft.counts:
+            count[rows] = 0
 
 
 def _admit(
@@ -188,15 +188,19 @@ def _admit(
         budget = budget_of(request, spec)
         first = budget if waiting.age else min(budget, 1 + steps)
         need = spec.need(length + first, request.id)
+        if any([room[g] < n for g, n in need.items()]):
+            passed += queue[place:]
+            break
         take = {g: n + growth.get(g, 0) for g, n in need.items()} if growth else need
         if source is not None:
             draft.keep.add(source.key)
-        if source is not None and not draft.make_room(take) and not any(draft.rows):
+        fits = draft.make_room(take)
+        if source is not None and not fits and not any(draft.rows):
             # Nobody has a block to give back: what it would start from has to go for it.
             draft.keep.discard(source.key)
             source, start = None, 0
-            match = Match(None, match.shared, "not_kept")
-        if any([room[g] < n for g, n in need.items()]) or not draft.make_room(take):
+            match, fits = Match(None, match.shared, "not_kept"), draft.make_room(take)
+        if not fits:
             passed += queue[place:]
             break
         running = construct(
@@ -214,12 +218,11 @@ def _admit(
     else:
         draft.answers = tuple(passed[::-1])
     if admitted:
-        news = [running for running, _ in admitted]
-        draft.counts = counts.put(
-            [r.row for r in news], prompt=[len(r.tokens) for r in news], budget=[r.budget for r in news],
-            known=[len(r.known) for r in news], read=[r.cached for r in news],
-            spare=[r.reads == "answer" for r in news],
-        )  # fmt: skip
+        draft.counts = counts = counts.copied()
+        for r, _ in admitted:
+            counts.prompt[r.row], counts.budget[r.row] = len(r.tokens), r.budget
+            counts.known[r.row], counts.read[r.row] = len(r.known), r.cached
+            counts.spare[r.row] = r.reads == "answer"
     return admitted
 
 
@@ -274,13 +277,10 @@ def _plan_prefill(
     assert prefill is not None
     used = _write_rows(plan, draft, [(running, ids, {}) for running, ids in admitted])
     chunks = _chunks(draft)
-    rows = [row for row, _ in chunks]
     lengths = np.zeros(len(draft.rows), np.int64)
-    lengths[rows] = [n for _, n in chunks]
+    for row, n in chunks:
+        lengths[row] = n
     np.cumsum(lengths, out=prefill.offsets[1:])
-    ends = counts.read + lengths
-    prefill.starts[rows] = counts.read[rows]
-    prefill.sample[rows] = (ends == counts.prompt)[rows]
     for running, _ in admitted:
         _write_admission(plan, running, extra)
         # Who starts in this step has read its checkpoint before anything is written by a later one.
@@ -288,11 +288,12 @@ def _plan_prefill(
             draft.hold(running)
     for row, n in chunks:
         running, at, start = draft.running(row), int(prefill.offsets[row]), int(counts.read[row])
+        prefill.starts[row], prefill.sample[row] = start, start + n == len(running.tokens)
         _leave_checkpoints(draft, plan, running, start + n, used)
         prefill.tokens[at : at + n] = running.tokens[start : start + n]
         if running.known and prefill.sample[row]:
             plan.forced[row, 0] = running.known[0]
-    draft.counts = counts.put(rows, read=ends[rows], made=prefill.sample[rows])
+    draft.counts = counts._replace(read=counts.read + lengths, made=counts.made + prefill.sample)
     return lengths > 0
 
 

@@ -166,7 +166,8 @@ class CacheSpec:
           CapacityError: the sequence is longer than `max_len`, refused whole over all groups.
           SpecError: `tokens` is no count.
         """
-        if not isinstance(tokens, int | np.integer) or isinstance(tokens, bool) or tokens < 0:
+        whole = type(tokens) is int or isinstance(tokens, np.integer)
+        if not whole or tokens < 0:
             raise SpecError(
                 f"a sequence of {tokens!r} tokens cannot be; give a whole number of at least 0"
             )
