@@ -40,7 +40,6 @@ from jaxstate import programs
 from jaxstate.engine import Engine
 from jaxstate.models import Mamba2Config, MambaConfig, from_random
 from jaxstate.models.base import CausalLM
-from jaxstate.plan import null_plan
 from jaxstate.request import Request, SamplingParams
 from jaxstate.sizing import Sizes
 from jaxstate.state.cache import StateCache
@@ -199,9 +198,7 @@ def start(settings: Settings, model: CausalLM, rows: int, threads: ThreadPoolExe
     engine = Engine(model, settings.sizes(rows), poison=False)
     shapes = jax.eval_shape(functools.partial(EngineState.create, engine.spec))
     begin = time.perf_counter()
-    lowered = engine._jitted["decode"].lower(
-        engine._params, shapes, null_plan(engine.shape, prefill=False)
-    )
+    lowered = engine._jitted["decode"].lower(engine._params, shapes, engine.packed("decode"))
     lower_s = time.perf_counter() - begin
     own = programs.options("decode", engine.shape, engine.platform)
 
@@ -224,7 +221,7 @@ def measure_decode(settings: Settings, job: Job, bandwidth: float, traced: bool)
     engine, steps = job.engine, settings.steps
     program, compile_s = job.compiled.result()
     memory, (group,) = program.memory_analysis(), engine.spec.groups
-    state, plan = alive(engine), null_plan(engine.shape, prefill=False)
+    state, plan = alive(engine), engine.packed("decode")
     pools = engine.spec.nbytes
     result: dict[str, Any] = {
         "rows": job.rows, "lower_s": job.lower_s, "compile_s": compile_s,

@@ -22,11 +22,11 @@ from jaxstate.errors import JaxstateError, RequestError, SpecError
 from jaxstate.mesh import RankMesh
 from jaxstate.models.base import CausalLM
 from jaxstate.models.shards import divide
-from jaxstate.plan import StepPlan, null_plan
+from jaxstate.plan import StepPlan
 from jaxstate.prefix import OWN
 from jaxstate.prefixes import Prefixes
 from jaxstate.progress import Progress
-from jaxstate.ranks import Ranks, RankStep, joined
+from jaxstate.ranks import Ranks, RankStep
 from jaxstate.request import MAX_STOP_IDS, Completion, Event, Request
 from jaxstate.scheduler import Planned, Running, Schedule
 from jaxstate.sizing import Sizes, choose
@@ -86,11 +86,8 @@ class Engine:
         self._params = self.mesh.place(divided)
         self.shape = choose(sizes, divided.groups, *self.mesh.devices)
         self.steps_per_dispatch = self.shape.decode_steps
-        self.model, self.tokenizer, self.poison = (
-            model,
-            tokenizer,
-            poison_by_default() if poison is None else poison,
-        )
+        self.model, self.tokenizer = model, tokenizer
+        self.poison = poison_by_default() if poison is None else poison
         self.stats = Stats(peak_blocks=dict.fromkeys(self.spec.names, 0))
         self.ranks = Ranks.create(self.shape, self.mesh.ranks)
         self._report = report or (lambda line: None)
@@ -103,6 +100,7 @@ class Engine:
         self._programs: dict[str, Any] = {}
         self.platform = device.platform
         runs = programs.runs(divided.tree, self.shape, self.platform, poison=self.poison)
+        self._packings = {k: programs.packing(k, self.shape, poison=self.poison) for k in runs}
         self._jitted = {kind: self.mesh.program(run, divided) for kind, run in runs.items()}
         self._state: EngineState | None = None
         self.prefixes = Prefixes(self)
@@ -153,10 +151,12 @@ class Engine:
 
     def lower(self, kind: str) -> Any:
         """The lowered program of that name in `kinds`, for a look at what will run."""
-        return self._jitted[kind].lower(self._params, self.state, self._null_plan(kind))
+        return self._jitted[kind].lower(self._params, self.state, self.packed(kind))
 
-    def _null_plan(self, kind: str) -> StepPlan:
-        return joined([null_plan(self.shape, prefill=kind == "prefill")] * self.mesh.ranks)
+    def packed(self, kind: str, plans: Sequence[StepPlan] | None = None) -> np.ndarray:
+        """What the program of that name is handed for these plans of all ranks, or for plans that do nothing."""
+        null = self.shape.nulls[kind == "prefill"]
+        return self._packings[kind].pack(plans or [null] * self.mesh.ranks)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ class Engine:
         """What runs the ops of the programs, and why not our own kernels, in a line; nothing is compiled."""
         state = jax.eval_shape(lambda: self.mesh.create_state(self.spec, poison=self.poison))
         for kind in self.kinds:
-            self._jitted[kind].trace(self._params, state, self._null_plan(kind))
+            self._jitted[kind].trace(self._params, state, self.packed(kind))
         return dispatch.describe(dispatch.chosen())
 
     def compile(self) -> None:
@@ -321,9 +321,9 @@ class Engine:
             return False
         # The schedules move on only once the step is on its way: a plan that is refused leaves all as it was.
         after, step = planned
-        state, outcome = self._programs[programs.of(step, self.kinds)](
-            self._params, self.state, step.plan
-        )
+        kind = programs.of(step, self.kinds)
+        packed = self.packed(kind, step.plans)
+        state, outcome = self._programs[kind](self._params, self.state, packed)
         self._state, self.ranks = state, after
         self._in_flight.append((step, outcome))
         for rank, mine in enumerate(step.planned):
@@ -333,9 +333,9 @@ class Engine:
                 made, before = tuple(progress.tokens), self.ranks.schedules[rank]
                 self.ranks = self.ranks.put(rank, scheduler.recall(before, request_id, made))
         self.stats.dispatched(step, after)
-        rows = [row for schedule in after.schedules for row in schedule.rows]
-        for row in np.flatnonzero(step.plan.admission.rows).tolist():
-            self._admitted(rows[row])
+        for plan, schedule in zip(step.plans, after.schedules, strict=True):
+            for row in plan.admission.rows.nonzero()[0].tolist():
+                self._admitted(schedule.rows[row])
         self.stats.plan_s += time.perf_counter() - begin
         return True
 

@@ -127,7 +127,7 @@ class RankMesh:
         return jax.jit(self._each(create, (), self._state))()
 
     def program(self, run: Callable[..., Any], model: Divided) -> Any:
-        """`run(params, state, plan)`, compiled to run on every rank's share; it donates the state.
+        """`run(params, state, packed plan)`, compiled to run on every rank's share; it donates the state.
 
         Nothing passes between ranks.
         """

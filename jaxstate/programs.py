@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxstate.packing import Packing
 from jaxstate.plan import PlanShape
 from jaxstate.ranks import RankStep
 from jaxstate.step import decode_step, prefill_step
@@ -20,14 +21,16 @@ CUBLAS_ROWS = 32
 
 
 def runs(tree: Any, shape: PlanShape, platform: str, *, poison: bool) -> dict[str, Callable]:
-    """Functions of (parameters, state, plan) by the program's name; `tree` is the model's structure.
+    """Functions of (parameters, state, packed plan) by the program's name; `tree` is the model's structure.
 
     A GPU has two programs that decode, and branches in neither: there a branch makes the device wait for the host at
     every token, see `sampling.sample`.
     """
     common = {"tree": tree, "spec": shape.spec, "poison": poison}
-    decode = functools.partial(_run_decode, steps=shape.decode_steps, **common)
-    prefill = functools.partial(_run_prefill, **common)
+    own = packing("decode", shape, poison=poison)
+    decode = functools.partial(_run_decode, packing=own, steps=shape.decode_steps, **common)
+    own = packing("prefill", shape, poison=poison)
+    prefill = functools.partial(_run_prefill, packing=own, **common)
     if platform == "cpu":
         return {"prefill": prefill, "decode": decode}
     straight = functools.partial(decode, early_exit=False)
@@ -36,6 +39,11 @@ def runs(tree: Any, shape: PlanShape, platform: str, *, poison: bool) -> dict[st
         "decode": functools.partial(straight, filters=False),
         "decode_filtered": functools.partial(straight, filters=True),
     }
+
+
+def packing(kind: str, shape: PlanShape, *, poison: bool) -> Packing:
+    """How a plan is handed to the program of that name."""
+    return Packing.of(shape, prefill=kind == "prefill", poison=poison)
 
 
 def of(step: RankStep, kinds: tuple[str, ...]) -> str:
@@ -92,9 +100,11 @@ def compile_all(
         return {kind: future.result() for kind, future in pending.items()}
 
 
-def _run_prefill(params, state, plan, *, tree, spec, **options):
+def _run_prefill(params, state, packed, *, packing, tree, spec, **options):
+    plan = packing.unpack(packed)
     return prefill_step(jax.tree.unflatten(tree, params), spec, state, plan, **options)
 
 
-def _run_decode(params, state, plan, *, tree, spec, **options):
+def _run_decode(params, state, packed, *, packing, tree, spec, **options):
+    plan = packing.unpack(packed)
     return decode_step(jax.tree.unflatten(tree, params), spec, state, plan, **options)

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxstate import scheduler
-from jaxstate.plan import PlanShape, StepPlan, null_plan
+from jaxstate.plan import PlanShape, StepPlan
 from jaxstate.prefix import PrefixIndex, block_keys
 from jaxstate.request import Request
 from jaxstate.schedule import Schedule
@@ -29,11 +29,16 @@ OTHER = {"prefill": "decode", "decode": "prefill"}
 
 @dataclasses.dataclass(frozen=True)
 class RankStep:
-    """A step of all ranks: its kind, the plans one after the other, and what each rank had planned, if anything."""
+    """A step of all ranks: its kind, each rank's plan, and what each had planned, if anything."""
 
     kind: str
-    plan: StepPlan
+    plans: tuple[StepPlan, ...]
     planned: tuple[Planned | None, ...]
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plans as one, rank after rank in every array."""
+        return joined(self.plans)
 
     @property
     def serves(self) -> tuple[Running | None, ...]:
@@ -138,14 +143,9 @@ class Ranks:
                 schedules[rank] = dataclasses.replace(schedules[rank], turn=OTHER[kind])
                 planned.append(None)
         after = Ranks(tuple(schedules))
-        return after, RankStep(kind, self._joined(kind, planned), tuple(planned))
-
-    def _joined(self, kind: str, planned: Iterable[Planned | None]) -> StepPlan:
-        plans = [
-            null_plan(self.shape, prefill=kind == "prefill") if p is None else p.plan
-            for p in planned
-        ]
-        return plans[0] if len(plans) == 1 else joined(plans)
+        null = self.shape.nulls[kind == "prefill"]
+        plans = tuple([null if p is None else p.plan for p in planned])
+        return after, RankStep(kind, plans, tuple(planned))
 
     def __repr__(self) -> str:
         return f"Ranks({', '.join(map(repr, self.schedules))})"
@@ -153,6 +153,8 @@ class Ranks:
 
 def joined(plans: SequenceOf[StepPlan]) -> StepPlan:
     """The plans of all ranks as one, rank after rank in every array."""
+    if len(plans) == 1:
+        return plans[0]
     return jax.tree.map(lambda *parts: np.concatenate(parts), *plans)
 
 

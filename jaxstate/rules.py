@@ -102,7 +102,12 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
     size, sealed = spec.blocks(group), pool.sealed[group]
     fresh, zeroed = _real(plan.cells[group].ids), _real(zero)
     copied, copies = _real(destination), _some(source) or _some(destination)
-    for what, ids in (("cells", fresh), ("zero", zeroed), ("copies", _real(source)), ("copies", copied)):
+    for what, ids in (
+        ("cells", fresh),
+        ("zero", zeroed),
+        ("copies", _real(source)),
+        ("copies", copied),
+    ):
         if ids and (min(ids) < 0 or max(ids) >= size):
             raise PlanError(
                 "ids are in range",
@@ -131,7 +136,7 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
                 f"group {group!r}: a block in {source.tolist()} is freed by this plan",
             )
     for what, ids in (("zeroed", zeroed), ("copied to", copied)):
-        if any([sealed[block] for block in ids]):
+        if any(sealed[block] for block in ids):
             raise PlanError(
                 "sealed blocks are never written",
                 f"group {group!r}: a block in {ids} would be {what}",
@@ -218,7 +223,7 @@ def _check_sources(plan: StepPlan, group: str, pool: BlockPool, holders: Holders
     ids, size, sealed = _real(source), len(pool.refs[group]), pool.sealed[group]
     if ids and (min(ids) < 0 or max(ids) >= size):
         raise PlanError("ids are in range", f"group {group!r}: sources are {source.tolist()}")
-    if not all([sealed[block] for block in ids]):
+    if not all(sealed[block] for block in ids):
         raise PlanError(
             "only published states are started from",
             f"group {group!r}: sources are {source.tolist()}",
@@ -252,8 +257,10 @@ def _check_checkpoints(
     if ids.min() < 0 or ids.max() >= len(pool.refs[group]):
         raise PlanError("ids are in range", f"group {group!r}: checkpoints go to {ids.tolist()}")
     blocks, named = ids[rows, slots].tolist(), _mask(table, spec.blocks(group))
-    if len(set(blocks)) < len(blocks) or any([named[block] for block in blocks]):
-        raise PlanError("each block is written once", f"group {group!r}: checkpoints go to {blocks}")
+    if len(set(blocks)) < len(blocks) or any(named[block] for block in blocks):
+        raise PlanError(
+            "each block is written once", f"group {group!r}: checkpoints go to {blocks}"
+        )
     if not set(blocks).issubset(_real(plan.zero[group])):
         raise PlanError(
             "blocks are zeroed when handed out", f"group {group!r}: checkpoints {blocks}"

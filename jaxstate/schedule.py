@@ -116,10 +116,11 @@ class Counts(NamedTuple):
 class Schedule:
     """Who waits, who runs in which row, which blocks are whose, and what the tables hold once all planned steps ran.
 
-    `starting` are rows that have read nothing yet and hold the checkpoint that they are to start from. `staged` are checkpoints that a
-    planned step writes and that nobody may read yet, by holder; `garbage` are holders whose blocks the next plan frees;
-    `skipped` counts checkpoints for which there was no block. `answers` are texts that somebody may go on from, to be
-    read when there is nothing better to do; `pins` are prefixes that are never let go, with who reads them if need be.
+    `starting` are rows that have read nothing yet and hold the checkpoint that they are to start from. `staged` are
+    checkpoints that a planned step writes and that nobody may read yet, by holder; `garbage` are holders whose blocks
+    the next plan frees; `skipped` counts checkpoints for which there was no block. `answers` are texts that somebody
+    may go on from, to be read when there is nothing better to do; `pins` are prefixes that are never let go, with who
+    reads them if need be.
     """
 
     shape: PlanShape
@@ -266,7 +267,8 @@ def publish(schedule: Schedule, staged: tuple[str, ...]) -> Schedule:
     """Makes the checkpoints of a step that was seen to complete visible, but for those discarded meanwhile."""
     if not staged:
         return schedule
-    ledger, index, rest, known = schedule.pool.open(), schedule.index.open(), dict(schedule.staged), []
+    ledger, index = schedule.pool.open(), schedule.index.open()
+    rest, known = dict(schedule.staged), []
     for holder in staged:
         checkpoint = rest.pop(holder, None)
         if checkpoint is None:
@@ -279,9 +281,7 @@ def publish(schedule: Schedule, staged: tuple[str, ...]) -> Schedule:
         if checkpoint.key in schedule.pins:
             index = index.pin(checkpoint.key)
     garbage = (*schedule.garbage, *known)
-    return changed(
-        schedule, pool=ledger.close(), index=index.close(), staged=rest, garbage=garbage
-    )
+    return changed(schedule, pool=ledger.close(), index=index.close(), staged=rest, garbage=garbage)
 
 
 def adopt(schedule: Schedule, stored: Checkpoint) -> tuple[Schedule, dict[str, int]] | None:

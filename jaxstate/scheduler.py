@@ -188,7 +188,7 @@ def _admit(
         budget = budget_of(request, spec)
         first = budget if waiting.age else min(budget, 1 + steps)
         need = spec.need(length + first, request.id)
-        if any([room[g] < n for g, n in need.items()]):
+        if any(room[g] < n for g, n in need.items()):
             passed += queue[place:]
             break
         take = {g: n + growth.get(g, 0) for g, n in need.items()} if growth else need
@@ -204,8 +204,8 @@ def _admit(
             passed += queue[place:]
             break
         running = construct(
-            Running, request=request, tokens=waiting.tokens, keys=waiting.keys,
-            row=free_rows[len(admitted)], budget=budget, order=draft.admitted + 1, age=waiting.age or draft.admitted + 1,
+            Running, request=request, tokens=waiting.tokens, keys=waiting.keys, row=free_rows[len(admitted)],
+            budget=budget, order=draft.admitted + 1, age=waiting.age or draft.admitted + 1,
             wants=wanted(match, length) if shape.checkpoints and not waiting.reads else (),
             source=source, miss=match.miss, known=waiting.made, reads=waiting.reads,
         )  # fmt: skip
@@ -370,7 +370,8 @@ def _write_rows(
             columns += range(first, first + len(blocks))
             ids += blocks
         n = used[group] = len(ids)
-        cells.rows[:n], cells.columns[:n], cells.ids[:n], plan.zero[group][:n] = where, columns, ids, ids
+        cells.rows[:n], cells.columns[:n] = where, columns
+        cells.ids[:n] = plan.zero[group][:n] = ids
     return used
 
 

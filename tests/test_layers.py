@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = (
     ("pallas_kernels",),
-    ("jaxstate.errors", "jaxstate.typing"),
+    ("jaxstate.errors", "jaxstate.typing", "jaxstate.values"),
     ("jaxstate.state",),
     ("jaxstate.models",),
     (
@@ -17,7 +17,8 @@ LAYERS = (
         "jaxstate.text",
         "jaxstate.plan",
         "jaxstate.rules",
-        "jaxstate.heap",
+        "jaxstate.packing",
+        "jaxstate.priorities",
         "jaxstate.prefix",
         "jaxstate.prefix_store",
         "jaxstate.schedule",

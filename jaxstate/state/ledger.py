@@ -190,7 +190,7 @@ class Ledger:
 
     def _checked(self, group: str, ids: Any) -> list[int]:
         self._check_group(group)
-        if not (type(ids) in (list, tuple) and all([type(block) is int for block in ids])):
+        if not (type(ids) in (list, tuple) and all(type(block) is int for block in ids)):
             ids = whole_numbers(ids, f"group {group!r}: blocks").tolist()
         blocks, size = list(ids), len(self._refs[group])
         for block in blocks:

@@ -8,14 +8,12 @@ root of the entries, they are merged into a dict of their own, so that a change 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
-
-K, V = TypeVar("K"), TypeVar("V")
+from typing import Any
 
 _GONE: Any = object()
 
 
-class Overlay(Mapping[K, V], Generic[K, V]):
+class Overlay[K, V](Mapping[K, V]):
     """A mapping that never changes; `put` and `drop` give another one, `open` one that does change until it is closed.
 
     Example:
@@ -75,7 +73,7 @@ class Overlay(Mapping[K, V], Generic[K, V]):
         return f"{type(self).__name__}({dict(self)})"
 
 
-class Changes(Overlay[K, V]):
+class Changes[K, V](Overlay[K, V]):
     """An overlay while it is changed, in place: `put` and `drop` give it back."""
 
     __slots__ = ()

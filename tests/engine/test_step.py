@@ -63,7 +63,9 @@ class Bench:
         """The state and the outcome after the plan."""
         kind = "decode" if plan.prefill is None else "prefill"
         state = self.state() if state is None else state
-        return self.engine._programs[kind](self.engine._params, state, plan)
+        return self.engine._programs[kind](
+            self.engine._params, state, self.engine.packed(kind, [plan])
+        )
 
     def changed(self, after):
         return changed_blocks(self.state().cache, after.cache)

@@ -12,7 +12,6 @@ import numpy as np
 from jaxstate import programs, scheduler
 from jaxstate.engine import Engine
 from jaxstate.plan import null_plan
-from jaxstate.ranks import joined
 from jaxstate.request import Request, SamplingParams
 from jaxstate.scheduler import Planned
 from jaxstate.sizing import Sizes
@@ -54,8 +53,8 @@ class _Pair:
         shape = self.engine.shape
         plans = [null_plan(shape, prefill=planned.kind == "prefill") for _ in range(2)]
         plans[rank] = planned.plan
-        program = self.programs[planned.kind]
-        self.state, outcome = program(self.engine._params, self.state, joined(plans))
+        program, packed = self.programs[planned.kind], self.engine.packed(planned.kind, plans)
+        self.state, outcome = program(self.engine._params, self.state, packed)
         self.decoded += 8 * (planned.kind == "decode")
         self._take(planned, jax.device_get(outcome), rank * shape.spec.rows)
         return True

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxstate.engine import Engine
@@ -76,14 +77,15 @@ class WatchedEngine(Engine):
         assert symptom in SYMPTOMS
         self.symptoms.setdefault(symptom, detail)
 
-    def _watched(self, kind: str, params: Any, state: Any, plan: Any) -> Any:
+    def _watched(self, kind: str, params: Any, state: Any, packed: Any) -> Any:
         if self.enough and self.enough <= set(self.symptoms):
             raise Ended
-        prepared = self.compiled["prepare"](state, plan)
+        plan = self._packings[kind].unpack(jnp.asarray(packed))
+        prepared = self.compiled["prepare"](state, plan.replace(prefill=None))
         if kind not in self.compiled:
-            lowered = self._jitted[kind].lower(params, state, plan)
+            lowered = self._jitted[kind].lower(params, state, packed)
             self.compiled[kind] = lowered.compile(compiler_options=QUICK)
-        state, outcome = self.compiled[kind](params, state, plan)
+        state, outcome = self.compiled[kind](params, state, packed)
         self._seen = _copied(prepared), _copied(state)
         return state, outcome
 
