@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -59,6 +60,12 @@ class PlanShape:
     def sizes(self) -> dict[str, tuple[int, int, int]]:
         """By group: entries in the cell list and in the zero list, and blocks; worked out once."""
         return {g: (self.width(g), self.zeros(g), self.spec.blocks(g)) for g in self.spec.names}
+
+    @functools.cached_property
+    def grows(self) -> bool:
+        """Whether sequences take more blocks while they decode."""
+        spec = self.spec
+        return any(g.tokens_per_block(spec.context_shards) is not None for g in spec.groups)
 
     @functools.cached_property
     def nulls(self) -> tuple[StepPlan, StepPlan]:
@@ -116,18 +123,16 @@ class StepPlan(struct.PyTreeNode):
         return f"StepPlan({text}, admit rows {np.flatnonzero(self.admission.rows).tolist()})"
 
 
-def null_plan(shape: PlanShape, *, prefill: bool, admits: bool = True) -> StepPlan:
+def null_plan(shape: PlanShape, *, prefill: bool, shared: Collection[str] = ()) -> StepPlan:
     """The plan that does nothing: every row null. What builds a plan fills in these arrays, which are its own.
 
-    Unless it `admits` rows: then those that only new rows need are everybody's, and cannot be written to.
+    Those of the fields in `shared` are everybody's and cannot be written to.
     """
-    null = shape.nulls[prefill]
-    shared = {} if admits else {"admission": null.admission}
-    return _copied(null, **shared)
+    return _copied(shape.nulls[prefill], shared)
 
 
-def _copied(value: Any, **instead: Any) -> Any:
-    """A plan, or part of one, with arrays of its own but for the fields given."""
+def _copied(value: Any, shared: Collection[str] = ()) -> Any:
+    """A plan, or part of one, with arrays of its own but for those fields."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
@@ -136,8 +141,8 @@ def _copied(value: Any, **instead: Any) -> Any:
         return tuple([_copied(part) for part in value])
     if value is None:
         return None
-    fields = {k: instead[k] if k in instead else _copied(v) for k, v in value.__dict__.items()}
-    return changed(value, **fields)
+    fields = value.__dict__.items()
+    return changed(value, **{k: _copied(v) for k, v in fields if k not in shared})
 
 
 def _null(shape: PlanShape, *, prefill: bool) -> StepPlan:

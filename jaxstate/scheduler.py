@@ -19,7 +19,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 
 from jaxstate.draft import Draft, one_each
-from jaxstate.plan import StepPlan, null_plan
+from jaxstate.plan import PlanShape, StepPlan, null_plan
 from jaxstate.prefix import Key, Match, holder_of, wanted
 from jaxstate.readings import keep_answer, pin, unpin
 from jaxstate.rules import check_plan
@@ -84,8 +84,7 @@ def plan_next(
     # Whom a decode step would not serve is not looked for.
     decodes = can_decode and schedule.turn == "decode"
     admitted = [] if decodes else _admit(draft, draft.waiting, decode_steps)
-    mine = draft.counts.reading & ~draft.counts.spare
-    can_read = not decodes and np.count_nonzero(mine) > 0
+    can_read = not decodes and bool((draft.counts.reading & ~draft.counts.spare).any())
     if schedule.unsettled and (can_read or (spare and not can_decode)):
         admitted += (
             [] if draft.waiting else _admit(draft, draft.answers[::-1], decode_steps, admitted)
@@ -94,12 +93,12 @@ def plan_next(
     if not can_read and not can_decode and not leaving and not schedule.garbage:
         return None
     kind = "prefill" if can_read else "decode"
-    # A decode step admits nobody.
-    plan = null_plan(schedule.shape, prefill=kind == "prefill", admits=kind == "prefill")
+    shape, prefill = schedule.shape, kind == "prefill"
+    plan = null_plan(shape, prefill=prefill, shared=_unused(shape, kind))
     at = draft.counts.made
     if leaving:
         plan.clear[leaving] = True
-    if kind == "prefill":
+    if prefill:
         served, spans = _plan_prefill(draft, admitted, plan, tuple(extra_stop_ids)), None
     else:
         _grow(draft, plan, decode_steps)
@@ -109,14 +108,20 @@ def plan_next(
         # Not what has a new tenant already, nor what is sealed and has other holders.
         if returned:
             plan.freed[group][returned] = True
-    tables = check_plan(plan, schedule.shape, schedule.tables, pool, draft.holders, spans)
-    after = draft.schedule(pool, tables, turn="decode" if kind == "prefill" else "prefill")
+    tables = check_plan(plan, shape, schedule.tables, pool, draft.holders, spans)
+    after = draft.schedule(pool, tables, turn="decode" if prefill else "prefill")
     serves = list(draft.rows)
     for row in (~served).nonzero()[0].tolist():
         serves[row] = None
-    return after, Planned(
-        kind, plan, tuple(serves), at, tuple(draft.staged), tuple(draft.preempted)
-    )
+    staged, preempted = tuple(draft.staged), tuple(draft.preempted)
+    return after, Planned(kind, plan, tuple(serves), at, staged, preempted)
+
+
+def _unused(shape: PlanShape, kind: str) -> tuple[str, ...]:
+    """What a plan of that kind has no use for: nothing is copied here, and who decodes has its row."""
+    if kind == "prefill":
+        return ("copies",)
+    return ("copies", "admission") if shape.grows else ("copies", "admission", "cells", "zero")
 
 
 def _release(draft: Draft, leaving: list[int]) -> None:
