@@ -5,7 +5,10 @@
 256 rows, all busy, 10,000 checkpoints in index and pool. A *decode* plan is one in which nobody enters or leaves; the
 *mix* is a steady trace of arrivals, prompts, decode steps, ends and evictions: one of 20 stems of 1,024 tokens, 64 to
 320 tokens of its own, 512 to 1,024 new ones. Every plan is timed by itself, with its check; so is the publishing of
-what it left behind.
+what it left behind. A decode plan is for 16 steps of the model, a prefill plan for one. `on_cpu` is the share of the
+time in which the process had a processor: if it is far from 1, something else had it, and the numbers say little.
+
+`hand_over` is what a call costs that is given a plan: its arrays as they are, or packed in one, with the packing.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import platform
 import statistics
@@ -25,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstate import scheduler
-from jaxstate.plan import PlanShape
+from jaxstate.packing import Packing
+from jaxstate.plan import PlanShape, null_plan
 from jaxstate.prefix import Checkpoint
 from jaxstate.request import Request, SamplingParams
 from jaxstate.scheduler import Planned, Schedule, plan_next, publish, submit
@@ -33,7 +38,7 @@ from jaxstate.state import CacheSpec, GroupSpec
 
 VOCAB, STEPS, PROMPT, OUTPUT = 4096, 16, 1024, 1024
 PARTS = {
-    "_release": "rows that leave, what they started from",
+    "_release": "rows that leave",
     "_admit": "who enters: match, room, blocks",
     "null_plan": "empty arrays",
     "_plan_prefill": "prompt tokens, checkpoints",
@@ -149,24 +154,61 @@ def profile(trace: Trace, steps: int) -> dict[str, dict[str, float]]:
     }
 
 
+def hand_over(shape: PlanShape, calls: int = 500) -> dict[str, dict[str, float]]:
+    """Median microseconds of a call of a program that looks at every number of a plan, and of packing."""
+    out = {}
+
+    def median(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(calls):
+            begin = time.perf_counter()
+            made = call()
+            times.append((time.perf_counter() - begin) * 1e6)
+            jax.block_until_ready(made)
+        return statistics.median(times[calls // 10 :])
+
+    for kind in ("prefill", "decode"):
+        plan = null_plan(shape, prefill=kind == "prefill")
+        packing = Packing.of(shape, prefill=kind == "prefill", poison=False)
+        packed = packing.pack([plan])
+
+        def look(plan):
+            return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(plan))
+
+        apart, one = jax.jit(look), jax.jit(lambda p, packing=packing: look(packing.unpack(p)))
+        out[kind] = {
+            "arrays": len(jax.tree.leaves(plan)),
+            "apart_us": median(functools.partial(apart, plan)),
+            "packed_us": median(functools.partial(one, packed)),
+            "packing_us": median(functools.partial(packing.pack, [plan])),
+        }
+    return out
+
+
 def measure(rows: int = 256, nodes: int = 10_000, steps: int = 600) -> dict:
     """Plans by kind of step, decode plans of rows that stay, and a profile."""
     trace = Trace(rows, nodes)
     trace.warm_up()
     times: dict[str, list[float]] = {"prefill": [], "decode": [], "publish": []}
-    admitted, evicted = 0, trace.schedule.evicted
+    admitted, evicted, on_cpu = 0, trace.schedule.evicted, 0.0
     for _ in range(steps):
         trace.fill_queue()
+        begin = time.thread_time()
         planned, plan_us, publish_us = trace.step()
+        on_cpu += (time.thread_time() - begin) * 1e6
         times[planned.kind].append(plan_us)
         times["publish"].append(publish_us)
         admitted += int(planned.plan.admission.rows.sum())
     mix = {kind: summary(seen) for kind, seen in times.items()}
     mix["all plans"] = summary(times["prefill"] + times["decode"])
+    model_steps = len(times["prefill"]) + STEPS * len(times["decode"])
+    spent = sum(times["prefill"] + times["decode"])
     mix["submit"] = summary(trace.submit_us)
     out = {
         "rows": rows, "nodes": nodes, "running": len(trace.schedule.running), "admitted": admitted,
-        "evicted": trace.schedule.evicted - evicted, "mix": mix, "profile": profile(trace, steps // 2),
+        "evicted": trace.schedule.evicted - evicted, "mix": mix,
+        "on_cpu": on_cpu / (spent + sum(times["publish"])), "mean_us_per_model_step": spent / model_steps,
+        "hand_over": hand_over(trace.schedule.shape), "profile": profile(trace, steps // 2),
     }  # fmt: skip
     # Nobody waits and nobody is near an end: the plan that most steps of long answers have.
     counts = trace.schedule.counts

@@ -93,11 +93,11 @@ def test_one_more_request_costs_the_same_among_8_rows_and_256_and_100_states_and
         return calls(lambda: plan_next(schedule, decode_steps=4))
 
     small, large = cost(8, 100), cost(256, 4000)
-    # Letting go of a state takes the logarithm of their number: two comparisons more each time it doubles.
-    assert large - small < 40, (small, large)
+    # But for what is merged now and then: the changes of a mapping, once there are many.
+    assert abs(large - small) < 10, (small, large)
 
 
-def test_letting_go_takes_the_logarithm_of_what_is_kept():
+def test_letting_go_takes_as_many_calls_for_100_states_as_for_4096():
     rng = np.random.default_rng(0)
 
     def kept(count: int) -> PrefixIndex:
@@ -107,12 +107,13 @@ def test_letting_go_takes_the_logarithm_of_what_is_kept():
             index = index.insert(Checkpoint(i.to_bytes(16), 64, {}, f"{i}", "w", cost))
         return index
 
-    index = kept(4096)
-    most = 0
-    while len(index) > 2048:
-        taken = index.evict()
-        assert taken is not None
-        most = max(most, calls(lambda index=index: index.evict()))
-        index = taken[0]
-    # Twelve doublings, at most two right branches to walk.
-    assert most < 20 + 2 * 12 * 2, most
+    def most(count: int) -> int:
+        """Calls for the dearest of all but a few."""
+        index, most = kept(count), 0
+        while len(index) > 16:
+            most = max(most, calls(lambda index=index: index.evict()))
+            index, _ = index.evict()
+        return most
+
+    # A state's place in the order is known; what may differ is whether it is among those that came last.
+    assert abs(most(4096) - most(100)) < 6
