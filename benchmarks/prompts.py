@@ -113,7 +113,7 @@ def check_scores(config: Any, tokens: int) -> str | None:
 
 def measure(engine: Engine, program, lengths: list[int], repeats: int) -> tuple[float, Callable]:
     """Seconds of a dispatch, the median, and what runs one."""
-    state, plan = alive(engine), prompt_plan(engine, lengths)
+    state, plan = alive(engine), engine.packed("prefill", [prompt_plan(engine, lengths)])
 
     def run(count: int = 1) -> float:
         nonlocal state

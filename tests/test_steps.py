@@ -1,4 +1,4 @@
-"""The benchmark of whole steps, on tiny models: it checks, measures and writes what it found."""
+"""The benchmarks of whole steps and prompts, on tiny models: they check, measure and write what they found."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import steps, trace
+from benchmarks import prompts, steps, trace
 
 
 def test_the_small_run_checks_measures_and_writes(tmp_path, monkeypatch, capsys):
@@ -25,6 +25,19 @@ def test_the_small_run_checks_measures_and_writes(tmp_path, monkeypatch, capsys)
         and "mosaic declines: it needs an NVIDIA GPU" in engine["kernels"]
     )
     assert "NOT TIMED" not in capsys.readouterr().out
+
+
+def test_prompts_are_checked_measured_and_written(tmp_path, monkeypatch):
+    output = tmp_path / "prompts.json"
+    arguments = ["--small", "--models", "mamba", "-o", str(output)]
+    monkeypatch.setattr(sys, "argv", ["prompts", *arguments])
+    assert prompts.main() == 0
+    one, many = json.loads(output.read_text())["results"]
+    assert (one["rows"], many["rows"]) == (1, 8)
+    assert 0 < one["floor_ms"] and 0 < one["ms"]
+    monkeypatch.setattr(prompts, "check_scores", lambda config, tokens: "everything")
+    assert prompts.main() == 1
+    assert all("everything" in r["error"] for r in json.loads(output.read_text())["results"])
 
 
 def test_what_is_wrong_gets_no_time(monkeypatch, capsys):
