@@ -211,7 +211,7 @@ def test_what_has_no_room_or_no_meaning_is_refused_before_anything_runs(lm):
     assert list(out.tokens[1]) == continue_by_hand(prompt_of(90), 6)
     assert_by_hand(full)
     for wrong, message in (
-        (lambda: lm.decode(seqs, 0), "max_tokens is 0"),
+        (lambda: lm.decode(seqs, 0), "steps is 0"),
         (lambda: lm.decode(seqs, 1, max_tokens=3), "takes steps"),
         (lambda: lm.decode(seqs, 1, temprature=3), "did you mean 'temperature'"),
         (lambda: lm.decode(seqs, 1, stop=("a",)), "stop_ids"),
