@@ -105,6 +105,16 @@ def test_lines_of_the_readme_are_read_as_it_says():
     assert good["usage"]["cache_miss"] in CACHE_MISSES
 
 
+def test_commands_for_several_processes_are_read():
+    """Those of docs/scaling.md; the one for a single machine is run by serve/test_processes.py."""
+    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    shown = re.findall(r"python -m jaxstate\.serve (.*?)(?: &.*)?$", text, flags=re.M)
+    assert len(shown) >= 4
+    for words in map(shlex.split, shown):
+        options = batch_parser().parse_args([w.replace("$i", "0") for w in words if w != "..."])
+        assert options.processes
+
+
 def test_links_of_the_readme_lead_somewhere():
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
     assert links
@@ -112,7 +122,7 @@ def test_links_of_the_readme_lead_somewhere():
 
 
 def test_exit_codes_of_the_readme_are_those_of_the_help():
-    codes = [0, 1, 2, 4, 130, 141, 143]
+    codes = [0, 1, 2, 3, 4, 130, 141, 143]
     told = re.search(r"The exit code is (.*?)\.\n", README, flags=re.S)
     assert told
     assert sorted(map(int, re.findall(r"\d+", told[1]))) == codes

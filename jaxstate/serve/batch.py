@@ -18,6 +18,7 @@ from jaxstate.serve.protocol import (
     result_row,
 )
 from jaxstate.serve.report import Counts
+from jaxstate.serve.share import Share
 
 IDLE_WAIT_S = 0.2
 """How long to wait for a line when nothing runs, before looking for signals again."""
@@ -53,7 +54,7 @@ class Batch:
     """
 
     engine: Generates
-    reader: LineReader
+    reader: LineReader | Share
     parse: Callable[[Line], Job | Refusal]
     write: Callable[[bytes], None]
     window: int

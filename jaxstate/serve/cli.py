@@ -30,8 +30,10 @@ from jaxstate.serve.lines import Line, LineReader
 from jaxstate.serve.report import Report, Summary
 from jaxstate.serve.signals import Interrupted, Interrupts
 from jaxstate.serve.store import Store, make_folder
+from jaxstate.serve.team import Stopped
+from jaxstate.serve.work import Alone, Several, stop_here
 
-OK, SOME_FAILED, USAGE, BROKEN, BROKEN_PIPE = 0, 1, 2, 4, 141
+OK, SOME_FAILED, USAGE, STOPPED, BROKEN, BROKEN_PIPE = 0, 1, 2, 3, 4, 141
 
 
 def main(argv: list[str]) -> int:
@@ -42,41 +44,50 @@ def main(argv: list[str]) -> int:
         verb, rest = argv[0], argv[1:]
     parser, run = VERBS[verb]
     options = parser().parse_args(rest)
+    options.prefix = ""
+
+    def complain(message: str) -> None:
+        _complain(options.prefix + message)
+
     try:
         with Interrupts() as interrupts:
             return run(options, interrupts)
     except Interrupted as interrupted:
-        _complain(f"stopped by {interrupted}")
+        complain(f"stopped by {interrupted}")
         return interrupted.exit_code
     except BrokenPipeError:
         return BROKEN_PIPE
+    except Stopped as stopped:
+        complain(str(stopped))
+        return STOPPED
     except JaxstateError as error:
-        _complain(str(error))
+        complain(str(error))
         return USAGE
     except Exception as error:
         if type(error).__name__ != "JaxRuntimeError" and not isinstance(error, OSError):
             traceback.print_exc()  # a fault of ours: show all there is
-        _complain(f"cannot go on: {error}")
+        complain(f"cannot go on: {error}")
         if "RESOURCE_EXHAUSTED" in str(error):
-            _complain("the device is out of memory; lower --rows or --chunk-tokens")
+            complain("the device is out of memory; lower --rows or --chunk-tokens")
         return BROKEN
 
 
 def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
     """Generate for every line of the input; return the exit code."""
     sampling = _sampling(options)
-    with contextlib.ExitStack() as stack:
+    report = Report(_progress_mode(options))
+    with _work(options, report) as work:
+        options.prefix = report.prefix
         input_fd = files.open_input(options.input)
         if options.input != "-":
-            stack.callback(os.close, input_fd)
-        output = files.Output(options.output, input_fd=input_fd, overwrite=options.overwrite)
-        stack.callback(output.close)
-        if options.stats is not None:
-            files.check_writable(options.stats, "the stats")
+            work.callback(os.close, input_fd)
+        work.open(input_fd)
+        stats_name = options.stats if work.leads else None
+        if stats_name is not None:
+            files.check_writable(stats_name, "the stats")
             # Once the output exists, a path that leads there does so however it is spelled.
-            ends = {"the input": input_fd, "the output": output.fd}
-            files.check_apart(options.stats, "the stats", ends)
-        report = Report(_progress_mode(options))
+            ends = {"the input": input_fd, **work.ends()}
+            files.check_apart(stats_name, "the stats", ends)
         most = _store_bytes(options)
         if options.prefix_store is not None:
             make_folder(options.prefix_store)
@@ -85,48 +96,64 @@ def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
         if options.prefix_store is not None:
             store = Store(options.prefix_store, most, model.engine.prefixes, report)
             store.open()
-        model.engine.compile()
+        work.compile(model, sampling)
 
-        reader = LineReader(input_fd)
         parser = _Parser(options, report, sampling, model)
+        reader = work.lines(LineReader(input_fd), parser.skip)
         size = files.input_size(input_fd)
 
         def pause() -> None:
             interrupts.check()
+            work.check()
             share = min(1.0, reader.bytes_taken / size) if size else None
-            report.progress(batch.counts, len(batch.jobs), share)
+            report.progress(work.totals(batch.counts), len(batch.jobs), share)
 
-        batch = Batch(model.engine, reader, parser.parse, output.write, 2 * model.rows, pause)
+        batch = Batch(model.engine, reader, parser.parse, work.write, 2 * model.rows, pause)
         if options.input == "-" and os.isatty(files.STDIN):
             report.stage("input", "type prompts, one a line; Ctrl-D ends")
         interrupts.deferred = True
         begin = time.monotonic()
-        output.begin()
+        work.begin(lambda: batch.counts)
         report.begin()
-        done, sound, told = False, False, True
+        done, sound, told, failed = False, False, True, 0
         try:
             batch.run()
-            done = sound = True
+            sound = True
+            failed = work.end(batch.counts)
+            done = True
         except JaxstateError as error:
             raise RuntimeError("the engine broke a rule of its own") from error
-        except (Interrupted, OSError):
+        except (Interrupted, OSError, Stopped):
             sound = True
             raise
         finally:
             report.end()
             seconds = time.monotonic() - begin
-            stats = model.stats()
+            stats = model.stats() | work.stats(batch.counts)
             if store is not None and sound:
                 store.save()
                 stats["prefix_store"] = store.counts
-            summary = Summary(batch.counts, model.load_s, seconds, stats, done)
-            for line in summary.lines():
-                report.say(line)
-            if options.stats is not None:
-                told = _write_stats(options.stats, summary)
+            summary = Summary(work.totals(batch.counts), model.load_s, seconds, stats, done)
+            if work.leads:
+                for line in summary.lines():
+                    report.say(line)
+            if stats_name is not None:
+                told = _write_stats(stats_name, summary)
     if not told:
         return BROKEN
-    return SOME_FAILED if batch.counts.failed else OK
+    return SOME_FAILED if failed else OK
+
+
+def _work(options: argparse.Namespace, report: Report) -> Alone | Several:
+    if options.processes is None:
+        for name in ("process_id", "coordinator"):
+            if getattr(options, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise SpecError(
+                    f"{flag} is about one of several --processes, and none are asked for"
+                )
+        return Alone(options)
+    return Several(options, report, stop_here)
 
 
 def _store_bytes(options: argparse.Namespace) -> int:
@@ -172,7 +199,21 @@ class _Parser:
         self._form: protocol.Plain | protocol.Text | None = None
         self._watch = False  # for lines of JSON among text
 
+    def skip(self, line: Line) -> None:
+        """Take note of a line that somebody else answers."""
+        self._format(line).skip(line)
+
     def parse(self, line: Line) -> protocol.Job | protocol.Refusal:
+        form = self._format(line)
+        if self._watch and protocol.looks_like_json(line.data):
+            self._watch = False  # once is enough
+            self._report.say(
+                f"warning   line {line.number} looks like JSON, but the input is read as text, and "
+                "so the line is a prompt as it stands; --input-format jsonl reads lines as JSON"
+            )
+        return form.parse(line)
+
+    def _format(self, line: Line) -> protocol.Plain | protocol.Text:
         if self._form is None:
             name = self._options.input_format
             if name == "auto":
@@ -180,13 +221,7 @@ class _Parser:
                 self._report.stage("input", f"{self._options.input}, read as {name}")
             self._form = protocol.FORMS[name](self._rules)
             self._watch = self._options.input_format == "auto" and name == protocol.Text.name
-        if self._watch and protocol.looks_like_json(line.data):
-            self._watch = False  # once is enough
-            self._report.say(
-                f"warning   line {line.number} looks like JSON, but the input is read as text, and "
-                "so the line is a prompt as it stands; --input-format jsonl reads lines as JSON"
-            )
-        return self._form.parse(line)
+        return self._form
 
 
 def _load(options: argparse.Namespace, report: Report) -> Any:

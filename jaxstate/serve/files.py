@@ -156,6 +156,10 @@ class Output:
         if not self._standard and stat.S_ISREG(os.fstat(self.fd).st_mode):
             os.ftruncate(self.fd, 0)
 
+    def replaced(self) -> None:
+        """Another file has taken its place, and that one stays."""
+        self._made = False
+
     def write(self, row: bytes) -> None:
         """Write one whole line."""
         view = memoryview(row)

@@ -12,6 +12,7 @@ from jaxstate.serve import protocol
 
 PROG = "python -m jaxstate.serve"
 STORE_BYTES = "8GiB"
+AUTO = "auto"
 SIZES = ("rows", "max_len", "chunk_tokens", "decode_steps", "checkpoints", "data_parallel",
          "tensor_parallel")  # fmt: skip
 
@@ -30,6 +31,15 @@ examples:
   echo "Once upon a time" | python -m jaxstate.serve demo --max-tokens 32
   python -m jaxstate.serve info demo --rows 64
 
+several processes, of one machine or many, as one job: start the same command once for each, with its number
+  python -m jaxstate.serve demo -i prompts.jsonl -o results.jsonl \\
+    --coordinator node0:1234 --processes 4 --process-id 0        (and 1, 2, 3)
+  srun python -m jaxstate.serve demo -i prompts.jsonl -o results.jsonl --processes auto
+  All see the same files. Each takes lines as it has room and keeps its rows in a file in
+  results.jsonl.parts; when all are done, process 0 makes them the output, in the order of lines.
+  When one is gone the others stop and say which. Start the job again, with the same or another
+  number of processes (1 is one), and it goes on where it was: no line is lost or answered twice.
+
 an input is all JSON lines or all plain text, a prompt a line: its name decides (.jsonl, .txt), else
 its first line, else --input-format. A line of JSON:
   {"prompt": "Once upon a time"}
@@ -47,7 +57,8 @@ a row of output is JSON, in the order in which lines finish:
   empty_prompt, too_long, duplicate_id, no_tokenizer, non_finite.
 
 exit codes: 0 every line has its text; 1 some rows are errors; 2 wrong command line, model or file;
-  4 could not go on (disk full, device lost); 130, 143 interrupted; 141 nobody reads the output.
+  3 another process of the job is gone or stopped; 4 could not go on (disk full, device lost);
+  130, 143 interrupted; 141 nobody reads the output.
   Rows written before an interruption are whole.
 """
 
@@ -113,6 +124,16 @@ def batch_parser() -> argparse.ArgumentParser:
     add("--progress", choices=("auto", "plain", "none"), default="auto",
         help="on standard error: a live line on a terminal, else a plain one every few seconds")  # fmt: skip
     add("--stats", metavar="FILE", help="write the summary as JSON")
+    add = parser.add_argument_group("several processes, one job").add_argument
+    add("--processes", type=_processes, metavar="N",
+        help="how many there are; auto asks the launcher (Slurm, Open MPI, … as jax.distributed does)")  # fmt: skip
+    add("--process-id", type=_count, metavar="I", help="which of them this is, from 0")
+    add("--coordinator", type=_address, metavar="HOST:PORT",
+        help="where the others find process 0, at a port of its host that is free")  # fmt: skip
+    add("--join-timeout", type=_seconds, default=300.0, metavar="S",
+        help="seconds to wait until all are there (300)")  # fmt: skip
+    add("--heartbeat-timeout", type=_seconds, default=20.0, metavar="S",
+        help="seconds after which a process that is not heard of is gone (20)")  # fmt: skip
     add = parser.add_argument_group("prompts that begin alike").add_argument
     add("--prefix-store", type=_folder, metavar="DIR",
         help="read states that earlier runs kept from this folder, and write this run's when it ends")  # fmt: skip
@@ -200,6 +221,24 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16", "float16"),
         help="of weights and activations (that of the files; CPU: float32); recurrent state is float32"
         " always")  # fmt: skip
+
+
+def _processes(text: str) -> int | str:
+    return text if text == AUTO else _whole(text, 1, ", and it is no auto either")
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not HOST:PORT such as node0:1234")
+    return text
+
+
+def _seconds(text: str) -> float:
+    value = _number(text)
+    if not 1 <= value <= 10**6:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not between 1 and a million seconds")
+    return value
 
 
 def _count(text: str) -> int:

@@ -12,6 +12,7 @@ import jax
 from jaxstate.engine import Engine
 from jaxstate.errors import CheckpointError, JaxstateError
 from jaxstate.lm import LM
+from jaxstate.models.identify import identify
 from jaxstate.serve.bounds import max_token_bytes
 from jaxstate.sizing import STATE_SHARE, Sizes, free_bytes
 from jaxstate.state.spec import GroupSpec, format_bytes
@@ -47,6 +48,10 @@ class Loaded:
             return None
         return (self.engine.spec.max_len - 1) * self.token_bytes
 
+    def identity(self) -> dict[str, str]:
+        """Which model it is, to the last bit of its weights."""
+        return dataclasses.asdict(identify(self.engine.model))
+
     def describe(self) -> list[tuple[str, str]]:
         """Return, as name and text, what a person may want to know before a run."""
         engine, spec, shape = self.engine, self.engine.spec, self.engine.shape
@@ -74,7 +79,7 @@ class Loaded:
         engine, spec, stats = self.engine, self.engine.spec, self.engine.stats
         return {
             "model": self.name,
-            "device": jax.devices()[0].device_kind,
+            "device": jax.local_devices()[0].device_kind,
             "jax": jax.__version__,
             "kernels": {op: choice._asdict() for op, choice in dispatch.chosen().items()},
             "sizes": {
@@ -164,7 +169,7 @@ def _describe_group(group: GroupSpec) -> str:
 
 
 def _fit(engine: Engine) -> str:
-    free = free_bytes(jax.devices()[0])
+    free = free_bytes(jax.local_devices()[0])
     if free is None:
         return "the device does not tell how many would fit"
     fit = int(free * STATE_SHARE) // engine.spec.bytes_per_sequence - 1

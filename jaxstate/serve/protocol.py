@@ -7,6 +7,7 @@ not finite is null.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -102,6 +103,14 @@ class Plain:
         except RequestError as error:
             return Refusal(line.number, name, error)
 
+    def skip(self, line: Line) -> None:
+        """Take note of the id of a line that somebody else answers."""
+        with contextlib.suppress(RequestError):
+            fields = _read_object(line)
+            content = _read_fields(fields)
+            name = str(line.number) if content.id is None else content.id
+            self._lines.setdefault(name, line.number)
+
 
 class Text:
     """Plain text, one prompt a line."""
@@ -118,6 +127,9 @@ class Text:
             return _job(line, name, PlainLine(prompt=_decode(line)), self._rules)
         except RequestError as error:
             return Refusal(line.number, name, error)
+
+    def skip(self, line: Line) -> None:
+        """Nothing to do: an id is a line's own number."""
 
 
 FORMS = {form.name: form for form in (Plain, Text)}

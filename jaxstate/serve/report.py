@@ -30,6 +30,20 @@ class Counts:
     first_token_sum_s: float = 0.0
     first_token_max_s: float = 0.0
 
+    def __add__(self, other: Counts) -> Counts:
+        mine, others = vars(self), vars(other)
+        both: dict[str, Any] = {name: mine[name] + others[name] for name in mine}
+        most = max(self.first_token_max_s, other.first_token_max_s)
+        return dataclasses.replace(Counts(**both), first_token_max_s=most)
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self) | {"errors": dict(self.errors)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Counts:
+        """What `as_dict` returned, perhaps by way of JSON."""
+        return dataclasses.replace(cls(**values), errors=collections.Counter(values["errors"]))
+
     @property
     def failed(self) -> int:
         return self.errors.total()
@@ -97,6 +111,10 @@ class Summary:
                 f"latency   first token after {first['mean']:.2f} s on average, "
                 f"{first['max']:.2f} s at most",
             ]
+        if team := values.get("processes"):
+            each = ", ".join(f"{process['rows']:,}" for process in team["each"])
+            kept = f"; {team['kept']:,} kept from before" if team["kept"] else ""
+            lines.append(f"processes {len(team['each'])}, with {each} rows{kept}")
         if blocks:
             lines.append(f"blocks    {blocks} in use at most")
         reuse = values["engine"].get("prefix", {})
@@ -126,6 +144,7 @@ class Report:
         if mode == "auto":
             mode = "rich" if self._stream.isatty() else "plain"
         self.mode = mode
+        self.prefix = ""  # of every line, where several processes write to one log
         self._live: Any = None
         self._started = self._last = clock()
 
@@ -136,6 +155,7 @@ class Report:
 
     def say(self, text: str) -> None:
         """Write a line, whatever the mode."""
+        text = self.prefix + text
         # Nobody may read the messages any more; the rows matter more than they do.
         with contextlib.suppress(OSError):
             if self._live is not None:

@@ -1,6 +1,7 @@
 """An engine that needs no device: it says every prompt backwards, one token a step."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from jaxstate.errors import CapacityError, RequestError
 from jaxstate.request import Completion, Event, Request
 from jaxstate.serve.cli import main
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "fixtures"
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +31,14 @@ def checkpoint(tmp_path_factory):
     backend.decoder = decoders.Fuse()
     backend.save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """One cache of compiled programs for all commands that are run, so that only the first compiles."""
+    cache = tmp_path_factory.mktemp("cache")
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": path}
 
 
 class Backwards:
@@ -89,14 +99,19 @@ class FakeModel:
         self.engine = Backwards(**options)
         self.tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
         self.vocab_size, self.load_s, self.rows = 256, 0.25, self.engine.rows
-        self.prompt_bytes = None
+        self.prompt_bytes, self.fingerprint = None, "1"
 
     def describe(self) -> list[tuple[str, str]]:
         return [("group", "one"), ("rows", str(self.rows))]
 
     def stats(self) -> dict:
         blocks = {"g": {"peak": self.engine.rows, "pool": self.engine.rows}}
-        return {"blocks": blocks, "engine": {"compile_s": 0.125}}
+        names = ("rows", "max_len", "chunk_tokens", "decode_steps", "tensor_parallel")
+        about = {"device": "none", "jax": "0", "sizes": dict.fromkeys(names, 2)}
+        return {"blocks": blocks, "engine": {"compile_s": 0.125}, **about}
+
+    def identity(self) -> dict[str, str]:
+        return {"model": "Backwards", "fingerprint": self.fingerprint, "dtype": "none"}
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The command as a person runs it: a process, files, pipes and signals, with a real engine."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,14 +15,6 @@ from jaxstate.serve import model as serve_model
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("--rows", "3", "--max-len", "128", "--chunk-tokens", "64", "--decode-steps", "4")
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """One cache of compiled programs for all runs of this file, so that only the first compiles."""
-    cache = tmp_path_factory.mktemp("cache")
-    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    return os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": path}
 
 
 @pytest.fixture
