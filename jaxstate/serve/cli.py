@@ -113,7 +113,7 @@ def run_batch(options: argparse.Namespace, interrupts: Interrupts) -> int:
             report.stage("input", "type prompts, one a line; Ctrl-D ends")
         interrupts.deferred = True
         begin = time.monotonic()
-        work.begin(lambda: batch.counts)
+        work.begin(lambda: batch.counts, interrupts.check)
         report.begin()
         done, sound, told, failed = False, False, True, 0
         try:

@@ -47,6 +47,10 @@ class Team:
       link: to the others.
       silence_s: a process that has not been heard of for so long is gone.
       give_up: called with the message when this process cannot come to a place where it can stop.
+
+    Attributes:
+      pause: called again and again while others are waited for.
+      tells: what the others may hear of this process's work.
     """
 
     def __init__(self, link: Link, silence_s: float, give_up: Callable[[str], None]):
@@ -56,6 +60,7 @@ class Team:
         self._trouble: str | None = None
         self._noticed, self._over = threading.Event(), threading.Event()
         self._well = time.monotonic()
+        self.pause: Callable[[], None] = lambda: None
         self.tells: Callable[[], dict[str, Any]] = dict
         self.told: dict[int, dict[str, Any]] = {}
         self.peers = {self.id: Peer(self.id, socket.gethostname(), os.getpid())}
@@ -121,17 +126,20 @@ class Team:
     def wait(self, key: str) -> Any:
         """What `put` told, as soon as somebody has."""
         while (value := self._ask("get", key=key)) is None:
-            self.check()
-            time.sleep(0.1)
+            self._pause()
         return json.loads(value)
 
     def gather(self, what: str, value: Any) -> dict[int, Any]:
         """What all processes say here, each its own, once all have."""
         self.put(f"{what}/{self.id}", value)
         while len(there := self._ask("dir", key=f"{what}/")) < self.count:
-            self.check()
-            time.sleep(0.1)
+            self._pause()
         return {int(id): json.loads(said) for id, said in sorted(there.items())}
+
+    def _pause(self) -> None:
+        self.check()
+        self.pause()
+        time.sleep(0.1)
 
     def _ask(self, op: str, **arguments: Any) -> Any:
         self.check()

@@ -36,7 +36,7 @@ class Work(Protocol):
     def ends(self) -> dict[str, int]: ...
     def compile(self, model: Any, sampling: SamplingParams) -> None: ...
     def lines(self, reader: LineReader, skip: Callable[[Line], None]) -> LineReader | Share: ...
-    def begin(self, counts: Callable[[], Counts]) -> None: ...
+    def begin(self, counts: Callable[[], Counts], pause: Callable[[], None]) -> None: ...
     def write(self, row: bytes) -> None: ...
     def check(self) -> None: ...
     def totals(self, counts: Counts) -> Counts: ...
@@ -73,7 +73,7 @@ class Alone(contextlib.ExitStack):
     def lines(self, reader: LineReader, skip: Callable[[Line], None]) -> LineReader:
         return reader
 
-    def begin(self, counts: Callable[[], Counts]) -> None:
+    def begin(self, counts: Callable[[], Counts], pause: Callable[[], None]) -> None:
         self._output.begin()
 
     def write(self, row: bytes) -> None:
@@ -171,7 +171,8 @@ class Several(contextlib.ExitStack):
         self._share = Share(reader, self._done, self._unit, claim, skip)
         return self._share
 
-    def begin(self, counts: Callable[[], Counts]) -> None:
+    def begin(self, counts: Callable[[], Counts], pause: Callable[[], None]) -> None:
+        self._team.pause = pause
         self._team.tells = lambda: {"counts": counts().as_dict()}
 
     def write(self, row: bytes) -> None:

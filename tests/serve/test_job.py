@@ -186,6 +186,18 @@ def test_without_the_store_process_0_is_gone(teams):
     assert ended[0].startswith("process 1 (")
 
 
+def test_who_waits_for_others_can_be_interrupted():
+    def interrupt():
+        raise InterruptedError("Ctrl-C")
+
+    store = OneProcess()
+    with pytest.raises(InterruptedError), Team(Seat(store, 0, 1), 5.0, print) as team:
+        team.count, team.pause = 2, interrupt
+        team.gather("done", None)
+    [told] = store.ask("dir", key="stop/").values()
+    assert told == f"{team.me} stopped: Ctrl-C"
+
+
 @pytest.fixture
 def model(fake_model, monkeypatch):
     model = fake_model()
