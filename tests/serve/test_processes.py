@@ -148,6 +148,7 @@ def test_two_processes_give_the_rows_of_one(
     assert told["engine"]["late_compilations"] == 0
 
 
+@pytest.mark.timeout(600)  # on a machine that is busy
 def test_whoever_is_killed_is_named_and_no_row_is_lost_or_doubled(start, alone, tmp_path, rows_of):
     """Four processes lose a worker, then process 0; two find one that stands still; one does the rest."""
     out = tmp_path / "out.jsonl"
