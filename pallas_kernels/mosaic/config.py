@@ -36,13 +36,25 @@ class SelectiveConfig:
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """`channels` of a program, whose states are shared out to `groups` of threads; tiles of `tokens`,
-    of which `unroll` are read from shared memory ahead of those being walked."""
+    """`widths` of the blocks of channels that the warpgroups of a program walk; tiles of `tokens`, of
+    which `unroll` are read from shared memory ahead of those being walked."""
 
-    channels: int
-    groups: int
-    tokens: int
-    unroll: int
+    widths: tuple[int, ...]
+    tokens: int = 16
+    unroll: int = 4
+
+    @property
+    def channels(self) -> int:
+        """Channels of a program."""
+        return sum(self.widths)
+
+
+@dataclass(frozen=True)
+class SsdConfig:
+    """A row's `segments`, of `chunks` chunks each, that programs of their own walk."""
+
+    segments: int = 1
+    chunks: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,13 +93,38 @@ def selective_config(rows: int, channels: int, size: int) -> SelectiveConfig:
 
 
 def scan_config(rows: int, channels: int, size: int, checkpoints: int) -> ScanConfig:
-    """Few rows want many programs, many rows little work beside the recurrence."""
-    # At least two programs on each of 132 multiprocessors. With checkpoints, 64 channels take 133
-    # registers a thread, and more than 128 leave room for one.
-    wide = channels % 64 == 0 and rows * channels // 64 > 264 and not checkpoints
-    return ScanConfig(64 if wide else 32, 4, 16, 4)
+    """Programs that leave none of 132 multiprocessors idle, and little work beside the recurrence."""
+    # Cycles a token as measured with 16 states a channel: of a program, and of two on one
+    # multiprocessor, which have no room where they take more than 128 registers a thread.
+    costs = {(32, 8): (105, 210), (32,): (80, 125), (64,): (127, 254 if checkpoints else 220)}
+
+    def cost(widths: tuple[int, ...]) -> float:
+        pairs, single = divmod(-(-rows * channels // (132 * sum(widths))), 2)
+        return pairs * costs[widths][1] + single * costs[widths][0]
+
+    fits = [w for w in costs if channels % sum(w) == 0 and (sum(w) < 64 or size <= 32)]
+    return ScanConfig(min(fits, key=cost))
 
 
 def state_config(rows: int, heads: int, width: int, size: int) -> StateConfig:
     """Many small programs: at every batch size at least as fast as taller tiles."""
     return StateConfig(16)
+
+
+def ssd_config(rows: int, places: int, tokens: int) -> SsdConfig:
+    """Segments for as many programs as keep 132 multiprocessors busy, where whole rows do not.
+
+    In times of a chunk: a program takes two more than its chunks, and a chunk of the walk ahead a third.
+    """
+    length = -(-tokens // (64 * rows))
+
+    def cost(segments: int) -> float:
+        chunks, rounds = -(-length // segments), -(-rows * places * segments // 132)
+        ahead = 0.33 * length * (segments - 1) / segments * -(-rows * places // 132) + 6
+        return rounds * (chunks + 2) + (ahead if segments > 1 else 0)
+
+    if rows > 2:
+        return SsdConfig()
+    segments = min(range(1, 17), key=cost)
+    chunks = -(-length // (4 * segments)) * 4
+    return SsdConfig(-(-tokens // (64 * chunks)), chunks) if segments > 1 else SsdConfig()

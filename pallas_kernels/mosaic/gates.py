@@ -26,7 +26,7 @@ def softplus(x):
 
     Mosaic has no log1p, and `log(1 + u)` loses the small steps; the polynomial keeps them.
     """
-    u = jnp.exp(-jnp.maximum(x, -x))
+    u = jnp.exp(-jnp.abs(x))
     series = LOG1P[0]
     for coefficient in LOG1P[1:]:
         series = series * u + coefficient

@@ -140,12 +140,12 @@ def weigh(x, weight, weighted) -> None:
 
 
 def advance(state, total, weighted, B) -> tuple[Any, ...]:
-    """The state at the end of a chunk, column by column of tiles."""
+    """The state at the end of a chunk, by tiles of its columns; `B` holds theirs."""
     shape = (P, W)
 
     def multiply(*owns):
         for k, own in enumerate(owns):
-            plgpu.wgmma(own, weighted.transpose((1, 0)), B.at[k])
+            plgpu.wgmma(own, weighted.transpose((1, 0)), B[k])
         waiting = reversed(range(len(owns)))
         return [
             h * across(total, shape) + result(own, n)
@@ -199,12 +199,17 @@ class Points:
                 write(block)
 
 
-def find_tile(refs, rows: int, tokens: int, parts: int) -> tuple[Tile, Any, Any]:
-    """Tile of a program, and the blocks that it reads and writes.
+def find_tile(
+    refs, rows: int, tokens: int, parts: int, segments: int
+) -> tuple[Tile, Any, Any, Any]:
+    """Tile of a program, the segment of the row, and the blocks that are read and written.
 
     After the rows come what no row owns, the tokens before the first and after the last.
     """
-    row, place = lax.axis_index("row"), lax.axis_index("head")
+    index, place = lax.axis_index("row"), lax.axis_index("head")
+    row = jnp.where(
+        index < rows * segments, lax.div(index, segments), index - rows * (segments - 1)
+    )
     offsets = refs["offsets"]
     own = jnp.minimum(row, rows - 1)
     before, after = row == rows, row == rows + 1
@@ -213,7 +218,8 @@ def find_tile(refs, rows: int, tokens: int, parts: int) -> tuple[Tile, Any, Any]
     write = jnp.where(row < rows, refs["write_ids"][own], 0)
     read = jnp.where(row < rows, refs["read_ids"][own], 0)
     head, part = lax.div(place, parts), lax.rem(place, parts)
-    return Tile(own, head, part, start, stop - start), read, write
+    segment = jnp.where(row < rows, lax.rem(index, segments), 0)
+    return Tile(own, head, part, start, stop - start), segment, read, write
 
 
 def put_rows(tile: Tile, chunk, value, staging, y, width: int) -> None:

@@ -64,7 +64,8 @@ def points_kernel(
             decays = chunk_decays(dt, refs["A"][head], valid)
             weigh(x, decays.weight, weighted)
             plgpu.commit_smem()
-            for place, h in zip(places, advance(state, decays.total, weighted, B), strict=True):
+            Bk = [B.at[k] for k in range(tiles)]
+            for place, h in zip(places, advance(state, decays.total, weighted, Bk), strict=True):
                 store(place, h.astype(pool.dtype))
 
         @pl.when((refs["write_ids"][row] != 0) & (block > 0) & (valid > 0))

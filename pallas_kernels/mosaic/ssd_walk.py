@@ -2,6 +2,10 @@
 
 A program walks one row of one head, 64 tokens at a time. Nothing but tokens and outputs goes through
 memory; see `pallas_kernels.mosaic.ssd_chunk` for the arithmetic.
+
+A few long rows are less than a GPU can hold. Then a walk ahead computes the states at the starts of a
+row's segments, and nothing else, and the programs take a segment each. Both advance the state by the
+same arithmetic in the same order, so that no bit depends on where a row is divided.
 """
 
 from collections.abc import Callable
@@ -18,7 +22,9 @@ from pallas_kernels.columns import Columns, parts
 from pallas_kernels.mosaic.blocks import read_block, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
+from pallas_kernels.mosaic.config import SsdConfig, ssd_config
 from pallas_kernels.mosaic.gates import NO_LIMIT
+from pallas_kernels.mosaic.ssd_ahead import WEIGHERS, ahead_kernel
 from pallas_kernels.mosaic.ssd_chunk import (
     BY_COLUMN,
     BY_ROW,
@@ -50,14 +56,17 @@ WRITERS = 2  # warpgroups that compute outputs
 SLOTS = 2 * WRITERS  # chunks of tokens in shared memory
 
 
-def walk_kernel(rows: int, per_group: int, firsts, dtype, interpreted: bool) -> Callable:
-    """One program per row and 64 rows of a head's state, with three warpgroups.
+def walk_kernel(
+    rows: int, per_group: int, firsts, dtype, interpreted: bool, split: SsdConfig
+) -> Callable:
+    """One program per segment of a row and 64 rows of a head's state, with three warpgroups.
 
     Two compute outputs, of every second chunk each, and all that does not need the state. The third
     carries the state from chunk to chunk. A barrier has a phase for each of its chunks, and whoever
     waits for one does so before the next can end.
     """
     memory = tile_memory(dtype, interpreted)
+    segments = split.segments
 
     def ssd_kernel(refs, pool, y):
         tokens, (width, size) = y.shape[0], pool.shape[3:]
@@ -68,7 +77,14 @@ def walk_kernel(rows: int, per_group: int, firsts, dtype, interpreted: bool) -> 
             (xs, x_copy), (Bs, B_copy), (Cs, C_copy) = (
                 operand_and_copy(ref, interpreted) for ref in (xs, Bs, Cs)
             )
-            tile, read, write = find_tile(refs, rows, tokens, parts)
+            tile, segment, read, write = find_tile(refs, rows, tokens, parts, segments)
+            # The chunks of this program; there are none in a segment past the row's end.
+            if segments == 1:
+                first, last = jnp.int32(0), tile.chunks
+            else:
+                first = segment * split.chunks
+                last = jnp.minimum(first + split.chunks, tile.chunks)
+                last = jnp.where(lax.axis_index("row") < rows * segments, last, tile.chunks)
             layer, group = refs["layer"][0], lax.div(tile.head, per_group)
             lanes = pl.ds(tile.part * P, P)
 
@@ -125,35 +141,49 @@ def walk_kernel(rows: int, per_group: int, firsts, dtype, interpreted: bool) -> 
                     point = lax.cond(
                         chunk == point, lambda: points.after(chunk), lambda: jnp.int32(point)
                     )
-                    pl.when(chunk >= WRITERS)(lambda: plgpu.barrier_wait(used.at[side]))
+                    pl.when(chunk >= first + WRITERS)(lambda: plgpu.barrier_wait(used.at[side]))
                     for k, h in enumerate(state):
                         carried[side, k] = h.astype(dtype)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(ready.at[side])
                     plgpu.barrier_wait(weighed.at[side])
                     total = load(totals.at[side], BY_ROW)
-                    state = advance(state, total, weighted.at[side], Bs.at[slot])
+                    Bk = [Bs.at[slot, k] for k in range(tiles)]
+                    state = advance(state, total, weighted.at[side], Bk)
                     plgpu.barrier_arrive(taken.at[side])
                     return state, point
 
-                state = tuple(
-                    read_block(pool, read, lambda k=k: get(k), (P, W), LAYOUT) for k in range(tiles)
-                )
-                state, _ = lax.fori_loop(0, tile.chunks, step, (state, points.after(-1)))
-                points.store(tile.chunks, lambda block: put(block, state))
-                when_inside(pool, write)(lambda: put(write, state))
-                for last in range(WRITERS, 0, -1) if interpreted else ():  # it wants all seen
+                def start():
+                    return tuple(
+                        read_block(pool, read, lambda k=k: get(k), (P, W), LAYOUT)
+                        for k in range(tiles)
+                    )
 
-                    @pl.when(tile.chunks >= last)
-                    def _(last=last):
-                        plgpu.barrier_wait(used.at[lax.rem(tile.chunks - last, WRITERS)])
+                def middle():
+                    place = tile.row * (segments - 1) + segment - 1
+                    block = refs["starts"].at[place, tile.head, lanes]
+                    return tuple(load(block.at[:, columns(k)], LAYOUT) for k in range(tiles))
+
+                state = start() if segments == 1 else lax.cond(first == 0, start, middle)
+                state, _ = lax.fori_loop(first, last, step, (state, points.after(first - 1)))
+
+                @pl.when(last == tile.chunks)
+                def _():
+                    points.store(tile.chunks, lambda block: put(block, state))
+                    when_inside(pool, write)(lambda: put(write, state))
+
+                for n in range(WRITERS, 0, -1) if interpreted else ():  # it wants all seen
+
+                    @pl.when(last - first >= n)
+                    def _(n=n):
+                        plgpu.barrier_wait(used.at[lax.rem(last - n, WRITERS)])
 
             def walk_outputs(side):
                 A = refs["A"][tile.head]
                 skip = None if refs["skip"] is None else refs["skip"][tile.head]
-                pl.when(side < tile.chunks)(lambda: fetch(jnp.int32(side)))
+                pl.when(first + side < last)(lambda: fetch(first + side))
 
-                @pl.loop(side, tile.chunks, step=WRITERS)
+                @pl.loop(first + side, last, step=WRITERS)
                 def _(chunk):
                     slot = lax.rem(chunk, SLOTS)
                     x, B, C = xs.at[slot], Bs.at[slot], Cs.at[slot]
@@ -164,7 +194,7 @@ def walk_kernel(rows: int, per_group: int, firsts, dtype, interpreted: bool) -> 
                         for k in range(tiles):
                             plgpu.wgmma(scores, C.at[k], B.at[k].transpose((1, 0)))
 
-                        @pl.when(chunk + WRITERS < tile.chunks)
+                        @pl.when(chunk + WRITERS < last)
                         def _():
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                             fetch(chunk + WRITERS)
@@ -204,14 +234,14 @@ def walk_kernel(rows: int, per_group: int, firsts, dtype, interpreted: bool) -> 
             def clear_outputs():
                 zero = splat(0.0, (Q, P), LAYOUT, y.dtype)
 
-                @pl.loop(0, tile.chunks)
+                @pl.loop(first, last)
                 def _(chunk):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.commit_smem()
                     put_rows(tile, chunk, zero, ((xs.at[0], x_copy.at[0]), lines), y, width)
 
             warpgroup = lax.axis_index("thread")
-            alive = (write != 0) & (tile.length > 0)
+            alive = (write != 0) & (first < last)
             pl.when(alive & (warpgroup == WRITERS))(walk_state)
             for side in range(WRITERS):
                 pl.when(alive & (warpgroup == side))(lambda side=side: walk_outputs(side))
@@ -258,6 +288,7 @@ def ssd(
     *,
     dt_limit: tuple[float, float] = NO_LIMIT,
     chunk: int = Q,
+    config: SsdConfig | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "T H P"], Float[Array, "layers blocks H P N"]]:
     """`pallas_kernels.ssd`; its chunks are of 64 tokens whatever multiple of it `chunk` is."""
@@ -283,13 +314,28 @@ def ssd(
     if not points:
         operands |= {"checkpoint_ids": None, "checkpoint_positions": None}
     per_group, places = heads // groups, heads * (width // P)
+    config = config or ssd_config(count, places, tokens)
+    assert config.segments == 1 or config.segments * config.chunks * Q >= tokens, config
+    common = count, per_group, firsts, x.dtype, bool(interpret), config
+    if config.segments > 1:
+        names = ("layer", "offsets", "read_ids", "write_ids", "x", "dt", "A", "B")
+        starts, states = call(
+            ahead_kernel(*common),
+            {name: operands[name] for name in names},
+            states,
+            jax.ShapeDtypeStruct((count * (config.segments - 1), *states.shape[2:]), jnp.float32),
+            grid={"row": count, "head": places},
+            threads=WEIGHERS + states.shape[-1] // W,
+            interpret=interpret,
+        )
+        operands["starts"] = starts
     y, states = call(
-        walk_kernel(count, per_group, firsts, x.dtype, bool(interpret)),
+        walk_kernel(*common),
         operands,
         states,
         # Flat, so that XLA finds one reduction over all channels in the norm that follows.
         jax.ShapeDtypeStruct((tokens + padding, heads * width), x.dtype),
-        grid={"row": count + 2, "head": places},
+        grid={"row": count * config.segments + 2, "head": places},
         threads=WRITERS + 1,
         interpret=interpret,
     )

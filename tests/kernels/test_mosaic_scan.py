@@ -20,9 +20,11 @@ BARE = {"absent": ("skip", "z", "dt_bias"), "dtype": "bfloat16", "state_dtype": 
 CALLS = (
     # Row 0 starts fresh, 1 continues and is empty, 2 forks, 3 is null, 4 ends within a tile,
     # which has tokens of the padding, all NaN.
-    (Case("selective_scan", {"D": 32, "N": 16}, (3, 0, 18, 5, 30), 6, 3), ScanConfig(32, 4, 16, 8)),
+    (Case("selective_scan", {"D": 32, "N": 16}, (3, 0, 18, 5, 30), 6, 3), ScanConfig((32,), 16, 8)),
     # The buffer is shorter than a tile.
-    (Case("selective_scan", {"D": 64, "N": 16}, (2, 3), **BARE), ScanConfig(64, 2, 16, 16)),
+    (Case("selective_scan", {"D": 40, "N": 16}, (2, 3), **BARE), ScanConfig((32, 8), 16, 16)),
+    # Tiles of two stretches, blocks of channels of every width.
+    (Case("selective_scan", {"D": 16, "N": 32}, (35,), 3, 2), ScanConfig((16,), 32, 2)),
 )
 
 
@@ -45,7 +47,7 @@ def test_a_cut_a_place_and_company_change_no_bit_of_the_scan():
     @jax.jit
     def scan(operands):
         return mosaic.selective_scan(
-            **operands, config=ScanConfig(32, 4, 16, 8), interpret=INTERPRET
+            **operands, config=ScanConfig((32,), 16, 8), interpret=INTERPRET
         )
 
     def call(states, begin, end, place, read):
@@ -106,10 +108,10 @@ def lower(operands, layers=1, **options) -> str:
 
 
 CHOICES = (
-    (ScanConfig(32, 4, 16, 8), 0, 16),
-    (ScanConfig(64, 2, 16, 4), 3, 16),
-    (ScanConfig(128, 1, 16, 4), 0, 16),
-    (ScanConfig(32, 4, 16, 4), 0, 64),
+    (ScanConfig((32, 8), 32), 0, 16),
+    (ScanConfig((64, 16)), 3, 16),
+    (ScanConfig((64,)), 0, 16),
+    (ScanConfig((32,)), 0, 64),
 )
 
 
@@ -136,8 +138,8 @@ def test_a_hopper_gpu_is_given_the_scan(monkeypatch, tokens, rows):
 @pytest.mark.parametrize(("channels", "size"), [(32, 16), (96, 32), (5120, 16), (2048, 64)])
 def test_scan_configurations_divide_the_channels_and_the_states(rows, channels, size, checkpoints):
     chosen = scan_config(rows, channels, size, checkpoints)
-    assert channels % chosen.channels == size % (4 * chosen.groups) == 64 % chosen.tokens == 0
-    assert chosen.tokens % chosen.unroll == 0
+    assert channels % chosen.channels == size % 16 == 64 % chosen.tokens == 0
+    assert chosen.tokens % 16 == 16 % chosen.unroll == 0
 
 
 def test_reasons_name_what_does_not_fit_the_scan():

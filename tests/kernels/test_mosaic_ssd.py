@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +12,7 @@ import pallas_kernels
 from pallas_kernels import Rows, mosaic
 from pallas_kernels.cases import Case, make_operands
 from pallas_kernels.mosaic import support
+from pallas_kernels.mosaic.config import SsdConfig, ssd_config
 from tests.kernels.test_cases import check
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -42,6 +44,21 @@ def test_columns_are_read_where_they_stand():
         for name, columns, value in zip("xBC", split, (x, B, C), strict=True)
     }
     check(case, operands, mosaic.ssd(**{**operands, **wide}, interpret=INTERPRET))
+
+
+def test_a_row_in_segments_has_the_bits_of_a_whole_one():
+    """Three chunks and a half, a checkpoint where segments meet and one within, a null row."""
+    case = Case("ssd", SIZES, (0, 5, 230), 3, 2, "bfloat16")
+    operands = make_operands(case)
+    rows = operands["rows"]
+    positions = rows.checkpoint_positions.at[2].set(jnp.asarray([128, 199], jnp.int32))
+    operands["rows"] = rows._replace(checkpoint_positions=positions)
+    whole, parts = (
+        mosaic.ssd(**operands, config=config, interpret=INTERPRET)
+        for config in (SsdConfig(), SsdConfig(3, 2))
+    )
+    check(case, operands, parts)
+    chex.assert_trees_all_equal(parts, whole)
 
 
 # Lowering --------------------------------------------------------------------------------------
@@ -95,15 +112,27 @@ def test_a_hopper_gpu_is_given_the_kernel(monkeypatch):
     monkeypatch.setattr(support, "device_reason", lambda: None)
     step = jax.jit(lambda operands: pallas_kernels.ssd(**operands))
 
-    def kernels(dtype):
-        text = step.trace(abstract(1, 0, dtype=dtype)).lower(lowering_platforms=("cuda",)).as_text()
+    def kernels(dtype, tokens=2048):
+        traced = step.trace(abstract(1, 0, tokens=tokens, dtype=dtype))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
         return text.count("custom_call @mosaic_gpu_v2")
 
     assert kernels("bfloat16") == 1
+    assert kernels("bfloat16", 8192) == 2  # the second for the states at the starts of segments
     assert kernels("float32") == 0
 
 
 # Choices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 50])
+@pytest.mark.parametrize("places", [1, 24, 80, 512])
+@pytest.mark.parametrize("tokens", [1, 64, 2048, 8192, 100_000])
+def test_segments_cover_every_row_that_fits(rows, places, tokens):
+    chosen = ssd_config(rows, places, tokens)
+    assert chosen.segments == 1 or chosen.segments * chosen.chunks * 64 >= tokens
+    assert chosen.chunks % 4 == 0
+    assert chosen.segments == 1 or rows <= 2
 
 
 def test_reasons_name_what_does_not_fit():
