@@ -35,7 +35,8 @@ def ahead_kernel(
 ) -> Callable:
     """One program per row and 64 rows of a head's state, with a warpgroup for every 64 columns.
 
-    It leaves the states at the starts of the row's segments, from the second on.
+    It leaves the states at the starts of the row's segments, if there are several; that of the first too, since the
+    block that it comes from may be written before the first segment is walked.
     """
     memory = tile_memory(dtype, interpreted)
 
@@ -89,6 +90,10 @@ def ahead_kernel(
                 def get():
                     return load(pool.at[layer, read, tile.head, lanes, columns(k)], LAYOUT)
 
+                def put(segment, h):
+                    place = tile.row * split.segments + segment
+                    store(starts.at[place, tile.head, lanes, columns(k)], h)
+
                 def step(chunk, h):
                     slot = lax.rem(chunk, SLOTS)
                     plgpu.barrier_wait(weighed.at[slot])
@@ -96,15 +101,12 @@ def ahead_kernel(
                     (h,) = advance((h,), total, xs.at[slot], [Bs.at[slot, k]])
                     plgpu.barrier_arrive(taken.at[slot])
                     segment = lax.div(chunk + 1, split.chunks)
-                    place = tile.row * (split.segments - 1) + segment - 1
-
-                    @pl.when(segment * split.chunks == chunk + 1)
-                    def _():
-                        store(starts.at[place, tile.head, lanes, columns(k)], h)
-
+                    pl.when(segment * split.chunks == chunk + 1)(lambda: put(segment, h))
                     return h
 
-                lax.fori_loop(0, last, step, read_block(pool, read, get, (P, W), LAYOUT))
+                first = read_block(pool, read, get, (P, W), LAYOUT)
+                put(0, first)
+                lax.fori_loop(0, last, step, first)
 
             warpgroup = lax.axis_index("thread")
             alive = (write != 0) & (last > 0)

@@ -160,11 +160,14 @@ def walk_kernel(
                     )
 
                 def middle():
-                    place = tile.row * (segments - 1) + segment - 1
+                    place = tile.row * segments + segment
                     block = refs["starts"].at[place, tile.head, lanes]
                     return tuple(load(block.at[:, columns(k)], LAYOUT) for k in range(tiles))
 
-                state = start() if segments == 1 else lax.cond(first == 0, start, middle)
+                # The block that a row starts from may be the one that its last segment, which runs beside this one,
+                # writes; so only a row's only segment reads it here.
+                alone = tile.chunks <= split.chunks
+                state = start() if segments == 1 else lax.cond(alone, start, middle)
                 state, _ = lax.fori_loop(first, last, step, (state, points.after(first - 1)))
 
                 @pl.when(last == tile.chunks)
@@ -323,7 +326,7 @@ def ssd(
             ahead_kernel(*common),
             {name: operands[name] for name in names},
             states,
-            jax.ShapeDtypeStruct((count * (config.segments - 1), *states.shape[2:]), jnp.float32),
+            jax.ShapeDtypeStruct((count * config.segments, *states.shape[2:]), jnp.float32),
             grid={"row": count, "head": places},
             threads=WEIGHERS + states.shape[-1] // W,
             interpret=interpret,

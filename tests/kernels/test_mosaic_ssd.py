@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels
 from pallas_kernels import Rows, mosaic
 from pallas_kernels.cases import Case, make_operands
-from pallas_kernels.mosaic import support
+from pallas_kernels.mosaic import ssd_walk, support
 from pallas_kernels.mosaic.config import SsdConfig, ssd_config
 from tests.kernels.test_cases import check
 
@@ -59,6 +59,30 @@ def test_a_row_in_segments_has_the_bits_of_a_whole_one():
     )
     check(case, operands, parts)
     chex.assert_trees_all_equal(parts, whole)
+
+
+def test_no_segment_reads_the_block_that_another_writes(monkeypatch):
+    """Segments run side by side, which interpretation does not: so the blocks are spoilt before they are walked."""
+    operands = make_operands(Case("ssd", SIZES, (0, 5, 230), 3, 2, "bfloat16"))
+    rows = operands["rows"]
+    operands["rows"] = rows._replace(read_ids=rows.write_ids)
+    pool = operands["states"]
+    operands["states"] = jax.random.normal(jax.random.key(5), pool.shape, pool.dtype)
+    config, launch, launched = SsdConfig(3, 2), ssd_walk.call, []
+    whole = mosaic.ssd(**operands, config=config, interpret=INTERPRET)
+
+    def spoil(kernel, arrays, states, *rest, **options):
+        if len(launched) == 1:
+            long = rows.write_ids[2]  # the one row that has several segments
+            assert long != 0
+            states = states.at[operands["layer"], long].set(jnp.nan)
+        launched.append(kernel)
+        return launch(kernel, arrays, states, *rest, **options)
+
+    monkeypatch.setattr(ssd_walk, "call", spoil)
+    spoilt = mosaic.ssd(**operands, config=config, interpret=INTERPRET)
+    assert len(launched) >= 2 and jnp.isfinite(whole[0].astype(jnp.float32)).all()
+    chex.assert_trees_all_equal(spoilt, whole)
 
 
 # Lowering --------------------------------------------------------------------------------------
