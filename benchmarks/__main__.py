@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("kernels", "causal_conv", "selective_scan", "ssd", "steps", "prompts")
+NAMES = ("kernels", "matmul", "causal_conv", "selective_scan", "ssd", "steps", "prompts")
 
 
 def main() -> int:

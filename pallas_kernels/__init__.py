@@ -8,6 +8,7 @@ The step ops are the same for one token a row. `implementation` is None (choose)
 
 from pallas_kernels.blocks import copy_blocks, read_blocks, write_blocks
 from pallas_kernels.columns import Columns, sliced, split
+from pallas_kernels.dense import rms_norm, rows_matmul
 from pallas_kernels.dispatch import prefer
 from pallas_kernels.ops import (
     causal_conv,
@@ -31,6 +32,8 @@ __all__ = [
     "mamba2_step",
     "prefer",
     "read_blocks",
+    "rms_norm",
+    "rows_matmul",
     "selective_scan",
     "selective_step",
     "sliced",

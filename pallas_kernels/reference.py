@@ -20,6 +20,8 @@ __all__ = [
     "conv_step",
     "fill_blocks",
     "mamba2_step",
+    "rms_norm",
+    "rows_matmul",
     "selective_scan",
     "selective_step",
     "ssd",
@@ -227,3 +229,16 @@ def split_xbc(xbc: Float[Array, "R DC"], states: Float[Array, "layers blocks H P
         B.reshape((count, groups, size)),
         C.reshape((count, groups, size)),
     )
+
+
+def rows_matmul(x, weight, residual=None, *, dtype):
+    """`x @ weight.T`, rounded to `dtype`, and added to the residual."""
+    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    y = jnp.dot(x, weight.T, precision=lax.Precision.HIGHEST).astype(dtype)
+    return y if residual is None else residual + y.astype(residual.dtype)
+
+
+def rms_norm(x, weight, *, eps):
+    """Rows over their root mean square, times the weight."""
+    x, scale = x.astype(jnp.float32), weight.astype(jnp.float32)
+    return (x / jnp.sqrt(jnp.mean(x**2, axis=1, keepdims=True) + eps) * scale).astype(weight.dtype)

@@ -20,7 +20,7 @@ PUBLIC = {
     """,
     "pallas_kernels": """
         Columns RowIds Rows causal_conv conv_step copy_blocks fill_blocks mamba2_step prefer
-        read_blocks selective_scan selective_step sliced split ssd write_blocks
+        read_blocks rms_norm rows_matmul selective_scan selective_step sliced split ssd write_blocks
     """,
 }
 

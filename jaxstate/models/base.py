@@ -57,7 +57,13 @@ class Mixer(Protocol):
     def constants(self) -> PyTree: ...
 
     def decode(
-        self, x: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds, constants: PyTree
+        self,
+        x: Float[Array, "rows d"],
+        pools: Leaves,
+        layer: Any,
+        rows: RowIds,
+        constants: PyTree,
+        residual: Float[Array, "rows d"] | None = None,
     ) -> tuple[Float[Array, "rows d"], Leaves]: ...
 
 
@@ -84,8 +90,7 @@ class Block(nnx.Module):
         constants: PyTree,
     ) -> tuple[Float[Array, "rows d"], Leaves]:
         """One token of each row through the block; the residual keeps its dtype."""
-        y, pools = self.mixer.decode(self.norm(residual), pools, layer, rows, constants)
-        return residual + y.astype(residual.dtype), pools
+        return self.mixer.decode(self.norm(residual), pools, layer, rows, constants, residual)
 
 
 # Blocks of one family have the same tree structure, so these are traced once for all layers.

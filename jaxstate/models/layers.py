@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+import pallas_kernels as pk
 from jaxstate.models import tensors
 from jaxstate.models.shards import total
 from jaxstate.models.tensors import Tensor
@@ -30,22 +31,33 @@ def value(parameter: nnx.Param[Array] | None) -> Array | None:
     return None if parameter is None else parameter[...]
 
 
-SPLIT_ROWS = 64
+FEW_ROWS = 64
 """Up to so many rows a product is bound by reading the matrix, not by arithmetic."""
 
 
 def matmul(
-    x: Float[Array, "... n"], weight: Float[Array, "m n"], dtype: Any
+    x: Float[Array, "... n"] | pk.Columns,
+    weight: Float[Array, "m n"],
+    dtype: Any,
+    residual: Float[Array, "... m"] | None = None,
 ) -> Float[Array, "... m"]:
     """`x @ weight.T` in `dtype`, summed in float32; float32 operands are not rounded, as a GPU would by default.
 
     A bfloat16 `weight` loses nothing beside a float32 `x`: few rows are split into bfloat16 parts (see `split`), so
-    that the matrix is read as it is; for many rows it is widened.
+    that the matrix is read as it is; for many rows it is widened. A `residual` is added in its own dtype.
     """
+    few = len(x.shape) == 2 and x.shape[0] <= FEW_ROWS
+    if few and (x.dtype != jnp.float32 or weight.dtype != jnp.bfloat16):
+        return pk.rows_matmul(x, weight, residual, dtype=dtype)
+    y = _many(pk.sliced(x), weight, dtype)
+    return y if residual is None else residual + y.astype(residual.dtype)
+
+
+def _many(x: Array, weight: Array, dtype: Any) -> Array:
     if x.dtype != jnp.float32 or weight.dtype != jnp.bfloat16:
         return _product(x, weight, dtype)
     rows = math.prod(x.shape[:-1])
-    if rows > SPLIT_ROWS:
+    if rows > FEW_ROWS:
         return _product(x, weight.astype(jnp.float32), dtype)
     y = _product(split(x).reshape((3 * rows, -1)), weight, jnp.float32)
     # The small ones first, which rounds less.
@@ -91,6 +103,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """The normed input, in the dtype of the scale."""
         weight = self.weight[...]
+        if x.ndim == 2 and x.shape[0] <= FEW_ROWS:
+            return pk.rms_norm(x, weight, eps=self.eps)
         return (rms_normalise(x, self.eps) * weight.astype(jnp.float32)).astype(weight.dtype)
 
 
@@ -109,7 +123,10 @@ class GatedRMSNorm(nnx.Module):
 
     def normed(self, gated: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """The norm of an input that was gated before."""
-        weight, x = self.weight[...], gated.astype(jnp.float32)
+        weight = self.weight[...]
+        if gated.ndim == 2 and gated.shape[0] <= FEW_ROWS and self.groups == 1:
+            return pk.rms_norm(gated, weight, eps=self.eps)
+        x = gated.astype(jnp.float32)
         split = x.reshape((*x.shape[:-1], self.groups, -1))
         normed = rms_normalise(split, self.eps).reshape(x.shape)
         return (normed * weight.astype(jnp.float32)).astype(weight.dtype)
@@ -128,13 +145,21 @@ class Linear(nnx.Module):
         self.weight = parameter(f"{name}.weight", (outputs, inputs), tensors.fan_in, factor=True)
         self.bias = parameter(f"{name}.bias", (outputs,), tensors.zeros) if bias else None
 
-    def __call__(self, x: Float[Array, "... in"], shards: int = 1) -> Float[Array, "... out"]:
-        """`W x + b`; where the inputs are divided over shards, summed over them."""
+    def __call__(
+        self,
+        x: Float[Array, "... in"] | pk.Columns,
+        shards: int = 1,
+        residual: Float[Array, "... out"] | None = None,
+    ) -> Float[Array, "... out"]:
+        """`W x + b`; where the inputs are divided over shards, summed over them; then a residual is added."""
+        if shards == 1 and self.bias is None:
+            return matmul(x, self.weight[...], x.dtype, residual)
         if shards == 1:
             y = matmul(x, self.weight[...], x.dtype)
         else:
             y = total(matmul(x, self.weight[...], jnp.float32)).astype(x.dtype)
-        return y if self.bias is None else y + self.bias[...]
+        y = y if self.bias is None else y + self.bias[...]
+        return y if residual is None else residual + y.astype(residual.dtype)
 
 
 class ShortConv(nnx.Module):

@@ -145,9 +145,15 @@ class MambaMixer(nnx.Module):
         return self._A()
 
     def decode(
-        self, x: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds, constants: Array
+        self,
+        x: Float[Array, "rows d"],
+        pools: Leaves,
+        layer: Any,
+        rows: RowIds,
+        constants: Array,
+        residual: Float[Array, "rows d"] | None = None,
     ) -> tuple[Float[Array, "rows d"], Leaves]:
-        """One token of each row."""
+        """One token of each row, added to the residual if there is one."""
         inner, gate = self._project(x)
         inner, windows = pk.conv_step(
             inner, self.conv1d.weight[...], value(self.conv1d.bias), pools["conv"], layer,
@@ -158,7 +164,7 @@ class MambaMixer(nnx.Module):
             inner, dt, constants, B, C, self.D[...], gate, self.dt_bias[...], pools["ssm"], layer,
             rows.read_ids, rows.write_ids,
         )  # fmt: skip
-        return self.out_proj(y, self.shards), {"conv": windows, "ssm": states}
+        return self.out_proj(y, self.shards, residual), {"conv": windows, "ssm": states}
 
     def _project(self, x: Array) -> list[pk.Columns]:
         """Inputs of the convolution, and gate."""
@@ -176,7 +182,7 @@ class MambaMixer(nnx.Module):
             dt, B, C = [rms_normalise(part, c.mixer_rms_eps).astype(part.dtype) for part in parts]
             return self.dt_proj(dt), B, C
         dt, B, C = parts
-        return self.dt_proj(dt.sliced()), B, C
+        return self.dt_proj(dt), B, C
 
     def _A(self) -> Array:
         return -jnp.exp(self.A_log[...])

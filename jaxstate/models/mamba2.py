@@ -164,9 +164,15 @@ class Mamba2Mixer(nnx.Module):
         return self._A()
 
     def decode(
-        self, x: Float[Array, "rows d"], pools: Leaves, layer: Any, rows: RowIds, constants: Array
+        self,
+        x: Float[Array, "rows d"],
+        pools: Leaves,
+        layer: Any,
+        rows: RowIds,
+        constants: Array,
+        residual: Float[Array, "rows d"] | None = None,
     ) -> tuple[Float[Array, "rows d"], Leaves]:
-        """One token of each row."""
+        """One token of each row, added to the residual if there is one."""
         c = self.config
         gate, xbc, dt = self._project(x)
         y, windows, states = pk.mamba2_step(
@@ -174,7 +180,8 @@ class Mamba2Mixer(nnx.Module):
             self.dt_bias[...], pools["conv"], pools["ssm"], layer, rows.read_ids, rows.write_ids,
             gate, n_groups=c.n_groups, dt_limit=c.time_step_limit, activation="silu",
         )  # fmt: skip
-        return self._close(y.reshape((-1, c.inner_size))), {"conv": windows, "ssm": states}
+        y = self._close(y.reshape((-1, c.inner_size)), residual)
+        return y, {"conv": windows, "ssm": states}
 
     def _project(self, x: Array) -> list[pk.Columns]:
         """Gate, inputs of the convolution, and step sizes."""
@@ -194,10 +201,10 @@ class Mamba2Mixer(nnx.Module):
     def _finish(self, y: Array, gate: Array) -> Array:
         return self._close(self.norm.gated(y.reshape(gate.shape), gate))
 
-    def _close(self, gated: Array) -> Array:
-        """Norm and output projection of what was gated, summed over the shards."""
+    def _close(self, gated: Array, residual: Array | None = None) -> Array:
+        """Norm and output projection of what was gated, summed over the shards, added to the residual."""
         if self.shards <= self.norm_groups:
-            return self.out_proj(self.norm.normed(gated), self.shards)
+            return self.out_proj(self.norm.normed(gated), self.shards, residual)
         c, gated, scale = self.config, gated.astype(jnp.float32), self.norm.weight[...]
         partial = matmul(
             (gated * scale.astype(jnp.float32)).astype(scale.dtype), self.out_proj.weight[...], jnp.float32
@@ -207,7 +214,8 @@ class Mamba2Mixer(nnx.Module):
         y = normed_total(partial, squares, self.norm_groups, self.shards, width, self.norm.eps)
         y = y.astype(scale.dtype)
         bias = value(self.out_proj.bias)
-        return y if bias is None else y + bias
+        y = y if bias is None else y + bias
+        return y if residual is None else residual + y.astype(residual.dtype)
 
 
 class Mamba2LM(CausalLM):

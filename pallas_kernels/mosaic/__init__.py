@@ -17,6 +17,8 @@ __all__ = [
     "conv_step",
     "fill_blocks",
     "mamba2_step",
+    "rms_norm",
+    "rows_matmul",
     "selective_scan",
     "selective_step",
     "ssd",
@@ -25,7 +27,7 @@ __all__ = [
 
 TAKES_COLUMNS = True
 
-OPTIONS = frozenset(("activation", "chunk", "dt_limit", "n_groups"))
+OPTIONS = frozenset(("activation", "chunk", "dt_limit", "dtype", "eps", "n_groups"))
 KERNEL_OPTIONS = frozenset(("config", "conv_config", "interpret"))
 
 
@@ -76,6 +78,20 @@ def mamba2_step(**arguments):
     from pallas_kernels.mosaic.mamba2 import mamba2_step
 
     return _differentiable(mamba2_step, xla.mamba2_step, arguments)
+
+
+def rms_norm(**arguments):
+    """`pallas_kernels.mosaic.norm.rms_norm`, differentiable."""
+    from pallas_kernels.mosaic.norm import rms_norm
+
+    return _differentiable(rms_norm, xla.rms_norm, arguments)
+
+
+def rows_matmul(**arguments):
+    """`pallas_kernels.mosaic.matmul.rows_matmul`, differentiable."""
+    from pallas_kernels.mosaic.matmul import rows_matmul
+
+    return _differentiable(rows_matmul, xla.rows_matmul, arguments)
 
 
 def selective_scan(**arguments):

@@ -64,6 +64,18 @@ class StateConfig:
     rows: int
 
 
+@dataclass(frozen=True)
+class MatmulConfig:
+    """Tiles of `features` by `rows`; the inputs in `split` parts, in pieces of `chunk` lines of swizzled
+    memory, `stages` of them under way."""
+
+    features: int
+    rows: int
+    split: int
+    stages: int
+    chunk: int = 1
+
+
 def largest_divisor(size: int, choices: tuple[int, ...]) -> int:
     """The first of `choices` that divides `size`."""
     return next(choice for choice in choices if size % choice == 0)
@@ -128,3 +140,30 @@ def ssd_config(rows: int, places: int, tokens: int) -> SsdConfig:
     segments = min(range(1, 17), key=cost)
     chunks = -(-length // (4 * segments)) * 4
     return SsdConfig(-(-tokens // (64 * chunks)), chunks) if segments > 1 else SsdConfig()
+
+
+def matmul_config(rows: int, features: int, inputs: int) -> MatmulConfig:
+    """More programs than multiprocessors, all at once, with as much under way as two can hold.
+
+    The inputs are split by the matrix's shape alone, so that a row has the same bits at any number of
+    rows.
+    """
+    line = matmul_line(inputs)
+    lines, tiles = inputs // line, -(-features // 64)
+    split = next(n for n in (8, 4, 2, 1) if lines % n == 0 and (n == 1 or n * tiles <= 192))
+    lines //= split
+    most = 32 if tiles * split < 132 else 64
+    width = next((n for n in (8, 16, 32) if rows <= n), most)
+    if lines <= 6:
+        return MatmulConfig(64, width, split, 1, lines)
+    if lines <= 10:
+        chunk = 2 if width == 8 and lines % 2 == 0 else 1
+        return MatmulConfig(64, width, split, lines // chunk, chunk)
+    # Many tiles share the reading of the rows.
+    tall = 128 if width == 64 and tiles > 528 else 64
+    return MatmulConfig(tall, width, split, min(8, 100_000 // (2 * line * (tall + width))))
+
+
+def matmul_line(inputs: int) -> int:
+    """Inputs of a line of swizzled memory."""
+    return 64 if inputs % 64 == 0 else 32

@@ -11,6 +11,8 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.rows import CHUNK
 
 MOST_TAPS = 8
+MOST_ROWS = 64
+"""Products of more rows are bound by more than reading the matrix."""
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -60,6 +62,19 @@ def _ssd_reason(operands: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _matmul_reason(x, weight, **_: Any) -> str | None:
+    if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
+        return f"its operands are bfloat16, and these are {x.dtype} and {weight.dtype}"
+    (rows, inputs), features = x.shape, weight.shape[0]
+    if not 0 < rows <= MOST_ROWS:
+        return f"it is for 1 to {MOST_ROWS} rows, got {rows}"
+    if inputs % 32 or features % 8:
+        return f"it needs a multiple of 32 inputs and of 8 features, got {inputs} and {features}"
+    if isinstance(x, Columns) and x.array.shape[1] % 8:
+        return f"it needs inputs of a multiple of 8 columns, and theirs has {x.array.shape[1]}"
+    return None
+
+
 def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
     """Why the shapes do not fit the kernels' tiles; None if they do."""
     if op == "fill_blocks":
@@ -68,6 +83,15 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
             return f"pool is {pool.dtype}, and it takes float32, bfloat16 and float16"
         size = math.prod(pool.shape[2:])
         return f"a block holds {size} numbers, not a multiple of 128" if size % 128 else None
+    if op == "rows_matmul":
+        return _matmul_reason(**operands)
+    if op == "rms_norm":
+        rows, size = operands["x"].shape
+        if not 0 < rows <= MOST_ROWS:
+            return f"it is for 1 to {MOST_ROWS} rows, got {rows}"
+        if size % 128 or size > 8192:
+            return f"it keeps a row in registers, a multiple of 128 to 8192 numbers, got {size}"
+        return None
     if op in ("causal_conv", "conv_step"):
         taps, channels = operands["weight"].shape
         if op == "causal_conv" and taps > MOST_TAPS:

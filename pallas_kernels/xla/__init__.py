@@ -2,6 +2,7 @@
 
 from pallas_kernels.blocks import fill_blocks
 from pallas_kernels.xla.conv import causal_conv, conv_step
+from pallas_kernels.xla.dense import rms_norm, rows_matmul
 from pallas_kernels.xla.selective import selective_scan, selective_step
 from pallas_kernels.xla.ssd import ssd
 from pallas_kernels.xla.step import mamba2_step
@@ -11,6 +12,8 @@ __all__ = [
     "conv_step",
     "fill_blocks",
     "mamba2_step",
+    "rms_norm",
+    "rows_matmul",
     "selective_scan",
     "selective_step",
     "ssd",

@@ -8,7 +8,7 @@ import pytest
 
 import pallas_kernels as pk
 from jaxstate.models import Mamba2Config, from_random
-from jaxstate.models.layers import SPLIT_ROWS, Embedding, GatedRMSNorm, RMSNorm, matmul
+from jaxstate.models.layers import FEW_ROWS, Embedding, GatedRMSNorm, RMSNorm, matmul
 from jaxstate.models.layers import split as split_float32
 from jaxstate.models.mamba2 import Mamba2Mixer
 from pallas_kernels.rows import RowIds
@@ -63,7 +63,7 @@ def test_three_bfloat16_parts_hold_all_of_a_float32():
     chex.assert_trees_all_equal(np.asarray(parts, np.float64).sum(0), x.astype(np.float64))
 
 
-@pytest.mark.parametrize("rows", [1, 8, SPLIT_ROWS, SPLIT_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 8, FEW_ROWS, FEW_ROWS + 1])
 def test_a_bfloat16_matrix_loses_nothing_beside_float32(rows):
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, 256)).astype(np.float32)

@@ -1,0 +1,225 @@
+"""Products of few rows with a large matrix, at the speed at which the matrix can be read."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.columns import Columns, parts
+from pallas_kernels.mosaic.compat import load, store
+from pallas_kernels.mosaic.config import MatmulConfig, matmul_config, matmul_line
+
+LAYOUT, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
+M = 64  # features of a tensor core's tile
+
+
+class Sizes(NamedTuple):
+    """What a program needs to know of its call."""
+
+    inputs: int
+    first: int  # column of the inputs' array at which they begin
+    line: int  # inputs of a line of swizzled memory
+
+
+def swizzled(bits: int, line: int) -> tuple[Any, ...]:
+    """Transforms of tiles of 8 lines; that of the lines is the last."""
+    swizzle = plgpu.SwizzleTransform(line * bits // 8)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.TilingTransform((8, line)), swizzle  # pyright: ignore[reportAbstractUsage]
+
+
+def rows_matmul_kernel(
+    sizes: Sizes, config: MatmulConfig, dtype: Any, interpreted: bool
+) -> Callable:
+    """A cluster of programs per tile of features and rows, each with its share of the inputs.
+
+    Features are the rows of the tensor core's product and rows its columns, so that few rows waste
+    nothing. Each program of a cluster adds what all of them have of some of the rows, in order.
+    """
+    inputs, first, line = sizes
+    split, stages = config.split, config.stages
+    owners = 1 if interpreted else min(split, config.rows // 8)
+    own = config.rows // owners  # rows that a program finishes
+    width = config.chunk * line
+    chunks = inputs // (split * width)
+    # A copy takes at most 256 features.
+    box = next(n for n in (256, 192, 160, 128, 64) if config.features % n == 0)
+    boxes = range(0, config.features, box)
+
+    def rows_matmul_kernel(*refs):
+        x, weight, *rest = refs
+        residual: Any = rest[0] if len(rest) == 2 else None
+        y = rest[-1]
+        start = lax.axis_index("features") * config.features
+        row = lax.axis_index("rows") * config.rows
+        rank = lax.axis_index("part") if split > 1 and not interpreted else 0
+
+        def body(memory, out: Any, kept: Any, loaded, more, summed):
+            # Views of one memory: of the tensor cores, of copies, and of what follows the product.
+            (ws, xs), (w_copy, x_copy), later = (memory, memory, None) if interpreted else memory
+            out, sums = (later, None) if out is None else (out, later)
+
+            def fetch(part, chunk):
+                slot = lax.rem(chunk, stages)
+                for k in range(config.chunk):
+                    at = (part * chunks + chunk) * width + k * line
+                    for piece in boxes:
+                        source = weight.at[pl.ds(start + piece, box), pl.ds(at, line)]
+                        target = w_copy.at[slot, k, pl.ds(piece, box)]
+                        plgpu.copy_gmem_to_smem(source, target, loaded.at[slot])
+                    source = x.at[pl.ds(row, config.rows), pl.ds(first + at, line)]
+                    plgpu.copy_gmem_to_smem(source, x_copy.at[slot, k], loaded.at[slot])
+
+            def multiply(part):
+                def walk(acc):
+                    for chunk in range(min(stages, chunks)):
+                        fetch(part, jnp.int32(chunk))
+
+                    @pl.loop(0, chunks)
+                    def _(chunk):
+                        slot = lax.rem(chunk, stages)
+                        plgpu.barrier_wait(loaded.at[slot])
+                        for k in range(config.chunk):
+                            plgpu.wgmma(acc, ws.at[slot, k], xs.at[slot, k].transpose((1, 0)))
+                        plgpu.wgmma_wait(config.chunk)
+                        following = chunk - 1 + stages
+
+                        @pl.when((chunk > 0) & (following < chunks))
+                        def _():
+                            plgpu.commit_smem()  # all warps have read what is fetched anew
+                            fetch(part, following)
+
+                    return acc[...]
+
+                shape = (config.features, config.rows)
+                total = pl.run_scoped(walk, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+                plgpu.commit_smem()  # all warps have read what is written anew
+                return total
+
+            def fetch_residual():
+                for piece in boxes:
+                    at = pl.ds(row + rank * own, own), pl.ds(start + piece, box)
+                    target = kept.at[:, pl.ds(piece, box)]
+                    plgpu.copy_gmem_to_smem(residual.at[*at], target, more)
+
+            def finish(total):
+                total = plgpu.layout_cast(total, TRANSPOSED)
+                if residual is not None:
+                    plgpu.barrier_wait(more)
+                    before = load(kept.transpose((1, 0)), TRANSPOSED).astype(jnp.float32)
+                    total = before + total.astype(dtype).astype(jnp.float32)
+                store(out.transpose((1, 0)), total.astype(y.dtype))
+                plgpu.commit_smem()
+                for piece in boxes:
+                    at = pl.ds(row + rank * own, own), pl.ds(start + piece, box)
+                    plgpu.copy_smem_to_gmem(out.at[:, pl.ds(piece, box)], y.at[*at])
+
+            def meet():
+                plgpu.barrier_arrive(summed)
+                plgpu.barrier_wait(summed)
+
+            alone = sums is None
+            if residual is not None:
+                pl.when(rank < owners)(fetch_residual)
+            if alone:
+                total = multiply(0)
+                for part in range(1, split):
+                    total = total + multiply(part)
+                finish(total)
+            else:
+                total = multiply(rank)
+                for owner in range(owners):
+                    sums[owner] = total[:, owner * own : (owner + 1) * own]
+                plgpu.commit_smem()
+                meet()
+
+                @pl.when(rank < owners)
+                def _():
+                    def term(part):
+                        theirs = plgpu.cluster_ref(sums.at[rank], {"part": jnp.int32(part)})
+                        return load(theirs, LAYOUT)
+
+                    total = term(0)
+                    for part in range(1, split):
+                        total = total + term(part)
+                    finish(total)
+
+                meet()  # nobody leaves while another reads its sums
+            plgpu.wait_smem_to_gmem(0)
+
+        def stage(count, dtype, transforms):
+            return plgpu.SMEM((stages, config.chunk, count, line), dtype, transforms=transforms)
+
+        def pair(transforms):
+            return (
+                stage(config.features, weight.dtype, transforms),
+                stage(config.rows, x.dtype, transforms),
+            )
+
+        alone = split == 1 or interpreted
+        tile, tiled = (own, config.features), swizzled(16, line)
+        out = plgpu.SMEM(tile, y.dtype)
+        sums = plgpu.SMEM(
+            (owners, config.features, own), jnp.float32, transforms=swizzled(32, min(own, 32))
+        )
+        views = pair(tiled), pair(tiled[1:]), out if alone else sums
+        pl.run_scoped(
+            body,
+            views[0] if interpreted else plgpu.RefUnion(*views),
+            out if interpreted or not alone else None,
+            None if residual is None else plgpu.SMEM(tile, residual.dtype),
+            plgpu.Barrier(num_arrivals=config.chunk * (1 + len(boxes)), num_barriers=stages),
+            None if residual is None else plgpu.Barrier(num_arrivals=len(boxes)),
+            None if alone else plgpu.ClusterBarrier(collective_axes=("part",)),
+        )
+
+    return rows_matmul_kernel
+
+
+def rows_matmul(
+    x: Float[Array, "R I"] | Columns,
+    weight: Float[Array, "O I"],
+    residual: Float[Array, "R O"] | None = None,
+    *,
+    dtype: Any,
+    config: MatmulConfig | None = None,
+    interpret: Any = None,
+) -> Float[Array, "R O"]:
+    """`pallas_kernels.rows_matmul`, see `rows_matmul_kernel`."""
+    (rows, inputs), features = x.shape, weight.shape[0]
+    config = config or matmul_config(rows, features, inputs)
+    source, first = parts(x)
+    sizes = Sizes(inputs, first, matmul_line(inputs))
+    grid = {"features": -(-features // config.features), "rows": -(-rows // config.rows)}
+    shape = rows, features
+    if interpret:  # copies clip what lies past an array's end, but interpretation raises
+        shape = grid["rows"] * config.rows, grid["features"] * config.features
+        source = _padded(source, (shape[0], source.shape[1]))
+        weight = _padded(weight, (shape[1], inputs))
+        residual = None if residual is None else _padded(residual, shape)
+    kernel = rows_matmul_kernel(sizes, config, dtype, bool(interpret))
+    cluster = {}
+    if config.split > 1 and not interpret:
+        cluster = {"cluster": (config.split,), "cluster_names": ("part",)}
+    y = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(shape, dtype if residual is None else residual.dtype),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+        **cluster,
+    )(source, weight, *(() if residual is None else (residual,)))
+    return y[:rows, :features] if interpret else y
+
+
+def _padded(array: Array, shape: tuple[int, int]) -> Array:
+    """The array with NaN after its rows and columns."""
+    more = [(0, size - own) for own, size in zip(array.shape, shape, strict=True)]
+    return jnp.pad(array, more, constant_values=jnp.nan)

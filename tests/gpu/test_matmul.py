@@ -1,0 +1,54 @@
+"""Products of few rows and norms of rows on an NVIDIA GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+from pallas_kernels import mosaic
+from pallas_kernels.mosaic import support
+from tests.kernels.test_matmul import (
+    MATRICES,
+    PRODUCTS,
+    Product,
+    check_norm,
+    check_product,
+    make_norm,
+    make_product,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    reason = support.device_reason()
+    if reason is not None:
+        pytest.skip(f"the kernels decline: {reason}")
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=repr)
+def test_a_kernel_equals_float64(case):
+    operands = make_product(case)
+    y = mosaic.rows_matmul(**operands, dtype=case.dtype, config=case.config)
+    check_product(case, operands, y)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 20, 64])
+@pytest.mark.parametrize("matrix", MATRICES[:-1], ids=repr)
+def test_rows_have_the_same_bits_in_any_company(matrix, rows):
+    case = Product(rows, matrix[0], matrix[1], None, residual="float32")
+    operands = make_product(case)
+    call = jax.jit(lambda x: pk.rows_matmul(**{**operands, "x": x}, dtype=case.dtype))
+    assert "mosaic_gpu" in call.lower(operands["x"]).as_text()
+    y, own = call(operands["x"]), rows // 2
+    check_product(case, operands, y)
+    alone = jnp.full_like(operands["x"], jnp.nan).at[own].set(operands["x"][own])
+    np.testing.assert_array_equal(np.asarray(call(alone)[own]), np.asarray(y[own]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_equal_float64(dtype):
+    operands = make_norm(dtype, rows=64, size=2560)
+    check_norm(operands, pk.rms_norm(**operands, eps=0.1, implementation="mosaic"))

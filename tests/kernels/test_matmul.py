@@ -1,0 +1,266 @@
+"""Products of few rows and norms of rows: against float64, and lowered for CUDA."""
+
+import re
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import pallas_kernels as pk
+from jaxstate.models import Mamba2Config, MambaConfig, from_random
+from jaxstate.models.layers import FEW_ROWS
+from jaxstate.state import StateCache
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.mosaic import support
+from pallas_kernels.mosaic.config import MatmulConfig, matmul_config, matmul_line
+
+INTERPRET = plgpu.InterpretGPUParams()
+# The matrices of Mamba 2.8B and Mamba-2 2.7B.
+MATRICES = ((10240, 2560), (10576, 2560), (192, 5120), (5120, 160), (2560, 5120), (50280, 2560))
+
+
+class Product(NamedTuple):
+    """A product; columns of the inputs' array before them, and more after, are NaN."""
+
+    rows: int
+    features: int
+    inputs: int
+    config: MatmulConfig | None
+    dtype: str = "bfloat16"
+    residual: str | None = None
+    first: int = 0
+
+
+PRODUCTS = (
+    Product(1, 80, 320, MatmulConfig(64, 8, 1, 3), dtype="float32"),
+    Product(11, 136, 256, MatmulConfig(128, 16, 2, 2), residual="float32"),
+    Product(20, 72, 160, MatmulConfig(64, 16, 1, 1, 5), first=16),
+    Product(9, 64, 256, MatmulConfig(64, 16, 2, 1, 2), residual="bfloat16"),
+)
+
+
+def make_product(case: Product, seed: int = 0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (case.rows, case.inputs), jnp.bfloat16)
+    if case.first:
+        around = (0, 0), (case.first, 8)
+        wide = jnp.pad(x, around, constant_values=jnp.nan)
+        x = pk.Columns(wide, case.first, case.inputs)
+    weight = jax.random.normal(keys[1], (case.features, case.inputs), jnp.bfloat16)
+    residual = None
+    if case.residual:
+        residual = jax.random.normal(keys[2], (case.rows, case.features), case.residual)
+    return {"x": x, "weight": weight, "residual": residual}
+
+
+def check_product(case: Product, operands, y):
+    x, weight = (np.asarray(pk.sliced(operands[name]), np.float64) for name in ("x", "weight"))
+    right, residual = x @ weight.T, operands["residual"]
+    if residual is not None:
+        right = right + np.asarray(residual, np.float64)
+    chex.assert_shape(y, (case.rows, case.features))
+    assert y.dtype == (case.residual or case.dtype)
+    tolerance = 1e-6 if y.dtype == case.dtype == "float32" else 2.0**-8
+    np.testing.assert_allclose(y, right, rtol=0, atol=tolerance * np.abs(right).max())
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=repr)
+def test_a_kernel_equals_float64(case):
+    operands = make_product(case)
+    y = mosaic.rows_matmul(**operands, dtype=case.dtype, config=case.config, interpret=INTERPRET)
+    check_product(case, operands, y)
+
+
+def test_a_rows_bits_do_not_depend_on_other_rows():
+    case = PRODUCTS[1]
+    operands, own = make_product(case), case.rows // 2
+
+    def row(x):
+        y = mosaic.rows_matmul(
+            **{**operands, "x": x}, dtype=case.dtype, config=case.config, interpret=INTERPRET
+        )
+        return np.asarray(y[own])
+
+    alone = jnp.full_like(operands["x"], jnp.nan).at[own].set(operands["x"][own])
+    np.testing.assert_array_equal(row(alone), row(operands["x"]))
+
+
+@pytest.mark.parametrize("implementation", dispatch.PORTABLE)
+@pytest.mark.parametrize("case", PRODUCTS, ids=repr)
+def test_the_portable_products_equal_float64(case, implementation):
+    operands = make_product(case)
+    y = pk.rows_matmul(**operands, dtype=case.dtype, implementation=implementation)
+    check_product(case, operands, y)
+
+
+def make_norm(dtype: str, rows: int = 3, size: int = 384):
+    keys = jax.random.split(jax.random.key(1))
+    x = 3 * jax.random.normal(keys[0], (rows, size), dtype)
+    return {"x": x, "weight": jax.random.normal(keys[1], (size,), jnp.bfloat16)}
+
+
+def check_norm(operands, y):
+    x, weight = (np.asarray(operands[name], np.float64) for name in ("x", "weight"))
+    right = x / np.sqrt((x * x).mean(1, keepdims=True) + 0.1) * weight
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(y, np.float64), right, rtol=2.0**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_equal_float64(dtype):
+    operands = make_norm(dtype)
+    check_norm(operands, mosaic.rms_norm(**operands, eps=0.1, interpret=INTERPRET))
+    for implementation in dispatch.PORTABLE:
+        check_norm(operands, pk.rms_norm(**operands, eps=0.1, implementation=implementation))
+
+
+# Choices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("matrix", [*MATRICES, (8, 32), (512, 64), (96, 4096)])
+def test_a_matrix_is_split_the_same_way_for_any_number_of_rows(matrix):
+    features, inputs = matrix
+    splits = set()
+    for rows in range(1, FEW_ROWS + 1):
+        chosen, line = matmul_config(rows, features, inputs), matmul_line(inputs)
+        assert inputs % (chosen.split * chosen.chunk * line) == 0
+        assert chosen.features % 64 == chosen.rows % 8 == 0 and chosen.split <= 8
+        # Two programs share a multiprocessor's 227 KB, unless each can have its own.
+        tiles = -(-features // chosen.features) * -(-rows // chosen.rows)
+        pieces = 2 * chosen.stages * chosen.chunk * line * (chosen.features + chosen.rows)
+        assert pieces <= 113 * 1024 or tiles * chosen.split <= 132
+        assert pieces + 8 * chosen.features * chosen.rows <= 227 * 1024
+        splits.add(chosen.split)
+    assert len(splits) == 1
+
+
+def shapes_of(rows: int, features: int, inputs: int, residual: bool):
+    bf16 = jnp.bfloat16
+    kept = jax.ShapeDtypeStruct((rows, features), jnp.float32) if residual else None
+    return {
+        "x": jax.ShapeDtypeStruct((rows, inputs), bf16),
+        "weight": jax.ShapeDtypeStruct((features, inputs), bf16),
+        "residual": kept,
+    }
+
+
+@pytest.mark.parametrize("rows", [1, 8, 12, 20, 64])
+@pytest.mark.parametrize("matrix", MATRICES, ids=repr)
+def test_the_chosen_configuration_lowers_for_cuda(matrix, rows):
+    shapes = shapes_of(rows, *matrix, residual=matrix[0] < matrix[1])
+    call = jax.jit(lambda operands: mosaic.rows_matmul(**operands, dtype="float32"))
+    text = call.trace(shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=repr)
+def test_every_configuration_lowers_for_cuda(case):
+    call = jax.jit(
+        lambda operands: mosaic.rows_matmul(**operands, dtype=case.dtype, config=case.config)
+    )
+    text = call.trace(make_product(case)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu_v2" in text
+
+
+SMALL = (
+    MambaConfig(
+        vocab_size=128, hidden_size=128, num_hidden_layers=3, intermediate_size=256,
+        time_step_rank=32, state_size=16,
+    ),
+    Mamba2Config(
+        vocab_size=128, hidden_size=128, num_hidden_layers=3, num_heads=8, head_dim=32,
+        state_size=64,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", SMALL, ids=lambda config: config.model_type)
+def test_a_models_decode_is_kernels_alone_lowered_once_for_all_layers(config, monkeypatch):
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    model = jax.eval_shape(lambda: from_random(config, 0, jnp.bfloat16))
+    (group,) = model.groups()
+
+    def lowered(rows: int) -> str:
+        leaves = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((3, rows + 1, *leaf.shape), leaf.dtype), group.leaves
+        )
+        ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+        def step(model, cache, ids):
+            hidden, cache = model.decode(ids, ids, {group.name: pk.RowIds(ids, ids)}, cache)
+            return model.logits(hidden), cache
+
+        # A preference of its own, so that nobody finds what was traced here.
+        with pk.prefer("mosaic", "xla"):
+            traced = jax.jit(step).trace(model, StateCache({group.name: leaves}), ids)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    few, many = lowered(8), lowered(FEW_ROWS + 1)
+    # Mamba: norm, four products, convolution, state, head. Mamba-2: two norms, two products.
+    kernels = 8 if config.model_type == "mamba" else 7
+    assert len(re.findall("custom_call @mosaic_gpu_v2", few)) == kernels
+    assert "dot_general" not in few and "dot_general" in many
+
+
+def test_reasons_name_what_does_not_fit():
+    def reason(rows=8, features=64, inputs=64, **dtypes):
+        shapes = shapes_of(rows, features, inputs, residual=False)
+        for name, dtype in dtypes.items():
+            shapes[name] = shapes[name].update(dtype=jnp.dtype(dtype))
+        return str(support.shape_reason("rows_matmul", {**shapes, "dtype": jnp.dtype("float32")}))
+
+    assert reason() == "None"
+    assert "1 to 64 rows, got 65" in reason(rows=65)
+    assert "got 48 and 64" in reason(inputs=48) and "got 64 and 60" in reason(features=60)
+    assert "operands are bfloat16, and these are float32 and bfloat16" in reason(x="float32")
+    odd = shapes_of(8, 64, 64, residual=False)
+    odd["x"] = pk.Columns(odd["x"].update(shape=(8, 100)), 16, 64)
+    assert "multiple of 8 columns, and theirs has 100" in str(
+        support.shape_reason("rows_matmul", {**odd, "dtype": jnp.dtype("float32")})
+    )
+    norm = {"x": SimpleNamespace(shape=(8, 96)), "weight": None, "eps": 0.0}
+    assert "multiple of 128" in str(support.shape_reason("rms_norm", norm))
+    norm["x"] = SimpleNamespace(shape=(65, 128))
+    assert "1 to 64 rows, got 65" in str(support.shape_reason("rms_norm", norm))
+
+
+def test_operands_that_do_not_fit_are_refused():
+    x, weight = jnp.ones((2, 32)), jnp.ones((8, 32))
+    with pytest.raises(
+        ValueError, match=r"weight must have shape \[O, I\] = \[8, 32\], got \[8, 31\]"
+    ):
+        pk.rows_matmul(x, weight[:, 1:], dtype=x.dtype)
+    with pytest.raises(ValueError, match=r"residual must have shape \[R, O\] = \[2, 8\]"):
+        pk.rows_matmul(x, weight, x, dtype=x.dtype)
+    with pytest.raises(TypeError, match="x must hold floating numbers"):
+        pk.rows_matmul(x.astype(int), weight, dtype=x.dtype)
+    with pytest.raises(ValueError, match=r"weight must have shape \[D\] = \[32\]"):
+        pk.rms_norm(x, weight[0, 1:], eps=0.0)
+
+
+def test_the_kernels_differentiate_like_their_xla_twins():
+    case = PRODUCTS[1]
+    operands = make_product(case)
+
+    def gradients(module, **own):
+        def loss(operands):
+            y = module.rows_matmul(**operands, dtype=case.dtype, **own)
+            return jnp.sum(jnp.sin(y))
+
+        return jax.grad(loss)(operands)
+
+    ours = gradients(mosaic, config=case.config, interpret=INTERPRET)
+    theirs = gradients(dispatch.IMPLEMENTATIONS["xla"])
+    # The cotangents come from outputs that are rounded apart.
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda v: v.astype(jnp.float32), ours),
+        jax.tree.map(lambda v: v.astype(jnp.float32), theirs),
+        rtol=0.05,
+        atol=0.5,
+    )
