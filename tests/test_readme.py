@@ -98,7 +98,7 @@ def test_lines_of_the_readme_are_read_as_it_says():
     assert isinstance(refused, protocol.Refusal)
     assert protocol.error_row(refused.line, refused.id, refused.error) == bad
     done = Completion(
-        id=job.request.id, prompt_tokens=5, tokens=(1, 2), logprobs=(-1.0, -1.0), text=" there was",
+        id=job.request.id, prompt_tokens=5, tokens=(1,) * 8, logprobs=(-1.0,) * 8, text=" she had been a member of a",
         finish_reason="length", cache_miss="too_short",
     )  # fmt: skip
     assert protocol.result_row(job, done) == good
