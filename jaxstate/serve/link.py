@@ -25,7 +25,11 @@ class LinkError(JaxstateError):
 
 
 class LinkLost(Exception):
-    """Nothing is heard of the others any more, for this reason."""
+    """Nothing is heard of the others any more; with `ours` because of the process beside this one."""
+
+    def __init__(self, why: str, *, ours: bool = False):
+        super().__init__(why)
+        self.ours = ours
 
 
 class Link(Protocol):
@@ -120,7 +124,7 @@ class ManyProcesses:
                 member.stdin.flush()
                 answer = json.loads(self._line(time.monotonic() + timeout_s))
             except (OSError, ValueError) as error:
-                raise LinkLost(self._last_words()) from error
+                raise self._lost() from error
         if "error" in answer:
             if op == "join":
                 raise LinkError(_explained(answer["error"]))
@@ -150,10 +154,11 @@ class ManyProcesses:
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")
 
-    def _last_words(self) -> str:
-        said = self._said()
-        status = re.search(r"absl::Status: (\w+: [^\n]+)", said)
-        return status[1] if status else f"the link to it ended ({self._member.returncode})"
+    def _lost(self) -> LinkLost:
+        status = re.search(r"absl::Status: (\w+: [^\n]+)", self._said())
+        if status:
+            return LinkLost(status[1])
+        return LinkLost(f"exit status {self._member.returncode}", ours=True)
 
     def _why_not(self, count: int | None, join_s: float) -> str:
         said = self._said()

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,8 +94,19 @@ class Parts:
             raise FileError(f"cannot write {self.folder}: {error.strerror}") from error
 
     def remove(self) -> None:
-        """Remove the folder with all rows in it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the folder with all rows in it: at once, so that none of them is ever taken for another job's.
+
+        Raises:
+          FileError: it cannot be removed.
+        """
+        away = self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(4)}.old")
+        try:
+            self.folder.rename(away)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise FileError(f"cannot remove {self.folder}: {error.strerror}") from error
+        shutil.rmtree(away, ignore_errors=True)
 
     def done(self) -> set[int]:
         """The lines of input that have a row."""

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxstate.serve.link import Link, LinkLost
+from jaxstate.serve.link import Link, LinkError, LinkLost
 
 STOP_S = 8.0
 """How long a process may take to come to a place where it can stop, before it is ended where it is."""
@@ -82,8 +83,9 @@ class Team:
         me = self.me
         self._ask("last_words", key=f"stop/{me.id}", value=f"{me} is gone")
         threading.Thread(target=self._watch, daemon=True).start()
-        there = self.gather("hello", dataclasses.asdict(me))
-        self.peers = {id: Peer(**peer) for id, peer in there.items()}
+        hello = {"peer": dataclasses.asdict(me), "count": self.count}
+        there = self.gather("hello", hello, self._same_count)
+        self.peers = {id: Peer(**said["peer"]) for id, said in there.items()}
         if self.id == 0:  # names this start's files; later starts sort after it
             self.put("start", f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}")
         self.start = str(self.wait("start"))
@@ -97,8 +99,8 @@ class Team:
             self._link.leave(together=True)
             return
         with contextlib.suppress(LinkLost):
-            if not isinstance(error, Stopped):
-                self._tell(f"{self.me} stopped: {_said(error)}")
+            # Told here too: the watch may not have come to it, and the others would take who leaves first for gone.
+            self._tell(self._trouble or f"{self.me} stopped: {_said(error)}")
             self._link.ask("set", key=f"left/{self.id}", value="", overwrite=True)
             end = time.monotonic() + 2 * self._beat_s + 1
             while self.id == 0 and time.monotonic() < end:  # the store ends with this process
@@ -129,12 +131,26 @@ class Team:
             self._pause()
         return json.loads(value)
 
-    def gather(self, what: str, value: Any) -> dict[int, Any]:
-        """What all processes say here, each its own, once all have."""
+    def gather(
+        self, what: str, value: Any, check: Callable[[dict[int, Any]], None] = lambda there: None
+    ) -> dict[int, Any]:
+        """What all processes say here, each its own, once all have; `check` sees it as it comes."""
         self.put(f"{what}/{self.id}", value)
-        while len(there := self._ask("dir", key=f"{what}/")) < self.count:
+        while True:
+            said = self._ask("dir", key=f"{what}/")
+            there = {int(id): json.loads(words) for id, words in sorted(said.items())}
+            check(there)
+            if len(there) >= self.count:
+                return there
             self._pause()
-        return {int(id): json.loads(said) for id, said in sorted(there.items())}
+
+    def _same_count(self, there: dict[int, Any]) -> None:
+        for said in there.values():
+            if said["count"] != self.count:
+                raise LinkError(
+                    f"{Peer(**said['peer'])} was started as one of {said['count']}, and {self.me} as one of "
+                    f"{self.count}; give all the same --processes"
+                )
 
     def _pause(self) -> None:
         self.check()
@@ -146,13 +162,13 @@ class Team:
         try:
             return self._link.ask(op, **arguments)
         except LinkLost as lost:
-            self._stop(f"{self._name(0)} is gone: {lost}")
+            self._stop(self._told_of(lost))
             self.check()
 
     def _watch(self) -> None:
         heard: dict[int, tuple[int, float]] = {}
         beat = 0
-        while not self._over.wait(self._beat_s) and self._trouble is None:
+        while self._trouble is None and not self._over.wait(self._beat_s):
             beat += 1
             try:
                 self._listen()
@@ -160,7 +176,7 @@ class Team:
                 self._link.ask("tell", key=f"beat/{self.id}", value=said)
                 self._look_after(heard)
             except LinkLost as lost:
-                self._stop(f"{self._name(0)} is gone: {lost}")
+                self._stop(self._told_of(lost))
             except Exception as error:  # nobody else would tell of it
                 self._stop(f"{self.me} cannot look after the others: {error!r}")
         if self._over.is_set() or self._trouble is None:
@@ -176,7 +192,7 @@ class Team:
             if stops := self._link.ask("dir", key="stop/"):
                 self._stop(next(iter(stops.values())))
         except LinkLost as lost:
-            self._stop(f"{self._name(0)} is gone: {lost}")
+            self._stop(self._told_of(lost))
         self._well = time.monotonic()
 
     def _look_after(self, heard: dict[int, tuple[int, float]]) -> None:
@@ -192,6 +208,14 @@ class Team:
             _, when = heard.setdefault(id, (0, now))
             if id != self.id and now - when > self._silence_s:
                 self._stop(f"{self._name(id)} has not been heard of for {now - when:.0f} s")
+
+    def _told_of(self, lost: LinkLost) -> str:
+        """What it means that the store does not answer."""
+        if twice := re.search(r"(\d+) unexpectedly tried to connect", str(lost)):
+            return f"{self._name(int(twice[1]))} was started a second time; end all and start the job again"
+        if lost.ours:
+            return f"{self.me} cannot reach the others: the process beside it is gone ({lost})"
+        return f"{self._name(0)} is gone: {lost}"
 
     def _stop(self, why: str) -> None:
         if self._trouble is None:

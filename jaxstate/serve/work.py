@@ -223,7 +223,9 @@ class Several(contextlib.ExitStack):
         team, kept = self._team, self._parts.job
         digest, lines = parts.fingerprint(self._input_fd)
         facts = {**facts, "input": digest}
-        if kept is not None:
+        if kept is None:
+            self._parts.remove()  # rows of nobody knows what job
+        else:
             apart = _differences(kept["facts"], facts)
             bits = [told for name, told in apart.items() if name in _TELLS_BITS_APART]
             if others := [told for name, told in apart.items() if name not in _TELLS_BITS_APART]:

@@ -12,7 +12,7 @@ import jaxstate.serve.model
 from jaxstate.serve import parts, serve
 from jaxstate.serve.cli import main
 from jaxstate.serve.lines import LineReader
-from jaxstate.serve.link import LinkLost, OneProcess
+from jaxstate.serve.link import LinkError, LinkLost, OneProcess
 from jaxstate.serve.share import Share, unit_of
 from jaxstate.serve.team import Stopped, Team
 
@@ -98,6 +98,26 @@ def test_parts_become_one_file_in_the_order_of_lines(folder, tmp_path, rows_of):
     assert not folder.exists()
 
 
+def test_rows_are_removed_at_once_or_not_at_all(folder, monkeypatch):
+    (folder / "1-0000.jsonl").write_bytes(row(1, text="a"))
+
+    def unplugged(path, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parts.shutil, "rmtree", unplugged)
+    with pytest.raises(KeyboardInterrupt):
+        parts.Parts(folder).remove()
+    assert not folder.exists() and parts.Parts(folder).done() == set()
+    parts.Parts(folder).remove()  # nothing is there any more
+
+
+def test_rows_of_nobody_knows_what_job_are_not_taken_for_this_ones(job, folder, tmp_path, rows_of):
+    (folder / "20200101T000000-aaaaaa-0000.jsonl").write_bytes(row(2, text="x") + row(77, text="y"))
+    assert job() == 1
+    rows = rows_of(tmp_path / "out.jsonl")
+    assert [row["line"] for row in rows] == list(range(1, 11)) and rows[1]["text"] == "1cba"
+
+
 def test_two_rows_that_differ_are_told(folder, tmp_path, rows_of):
     (folder / "1-0000.jsonl").write_bytes(row(1, text="a") + row(2, text="b"))
     (folder / "2-0000.jsonl").write_bytes(row(1, text="A") + row(2, text="b"))
@@ -171,9 +191,59 @@ def test_a_process_that_is_silent_is_named_and_learns_of_it(teams, silent):
             time.sleep(0.01)
         assert ended[1 - silent].startswith(f"process {silent} (")
         assert "has not been heard of" in ended[1 - silent]
+        assert ended[2] == ended[1 - silent], "and by all"
     while ended[silent] is None:
         assert time.monotonic() - begin < 20
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_whoever_leaves_has_told_the_others_why(monkeypatch, watch):
+    """Process 0 finds 1 gone and leaves before its watch could tell; with it the store goes."""
+    store = OneProcess()
+    if not watch:
+        monkeypatch.setattr(Team, "_watch", lambda self: None)
+    with pytest.raises(Stopped), Team(Seat(store, 0, 1), 5.0, print) as team:
+        team._stop("process 1 (there, pid 7) has not been heard of for 9 s")
+        team.check()
+    assert list(store.ask("dir", key="stop/").values()) == [
+        "process 1 (there, pid 7) has not been heard of for 9 s"
+    ]
+
+
+def test_other_numbers_of_processes_are_refused_by_all():
+    store, told = OneProcess(), {}
+
+    def live(id: int, count: int) -> None:
+        try:
+            with Team(Seat(store, id, count), 5.0, print):
+                pass
+        except (LinkError, Stopped) as error:
+            told[id] = str(error)
+
+    threads = [threading.Thread(target=live, args=seat) for seat in ((0, 2), (1, 3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert set(told) == {0, 1}
+    assert all(
+        "was started as one of" in words and "the same --processes" in words
+        for words in told.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (LinkLost("ABORTED: 1 unexpectedly tried to connect with a different incarnation"),
+         "process 1 was started a second time"),
+        (LinkLost("exit status -9", ours=True), "the process beside it is gone (exit status -9)"),
+        (LinkLost("UNAVAILABLE: no"), "is gone: UNAVAILABLE: no"),
+    ],
+)  # fmt: skip
+def test_why_the_store_does_not_answer_is_told_apart(lost, words):
+    assert words in Team(Seat(OneProcess(), 0, 2), 5.0, print)._told_of(lost)
 
 
 def test_without_the_store_process_0_is_gone(teams):

@@ -129,7 +129,7 @@ def test_two_processes_give_the_rows_of_one(
     out, stats = tmp_path / "out.jsonl", tmp_path / "stats.json"
     words = ["-m", "jaxstate.serve", checkpoint, "-i", prompts, "-o", out, "--stats", stats, *SIZES]
     command = command.replace(
-        "python -m jaxstate.serve demo -i examples/prompts.jsonl -o results.jsonl",
+        "python -m jaxstate.serve demo -i examples/prompts.jsonl -o two.jsonl",
         shlex.join(map(str, [sys.executable, *words])),
     ).replace("localhost:8476", f"localhost:{free_port()}")
     ran = subprocess.run(
