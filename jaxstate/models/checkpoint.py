@@ -97,6 +97,14 @@ class Checkpoint:
         if problems:
             raise CheckpointError(f"model folder {self.folder}: tensors " + "; ".join(problems))
 
+    def check_layers(self, layers: int) -> None:
+        """Raises CheckpointError for more layers than tensors, before anybody describes a million of them."""
+        if layers > len(self.headers):
+            raise CheckpointError(
+                f"model folder {self.folder}: {CONFIG} says num_hidden_layers {layers}, and there are"
+                f" {len(self.headers)} tensors in all"
+            )
+
     def read(self, name: str) -> np.ndarray:
         """The tensor of that published name, as it is in the file."""
         header = self.headers[name]

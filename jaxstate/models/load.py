@@ -62,6 +62,7 @@ def load_model(
     """
     checkpoint = Checkpoint.open(folder)
     config = parse_config(checkpoint.config, str(checkpoint.folder / CONFIG))
+    checkpoint.check_layers(config.num_hidden_layers)
     blueprint = _blueprint(config, jnp.float32, state_dtype)
     tied = {_HEAD: _EMBEDDING} if config.tie_word_embeddings else {}
     checkpoint.check(jax.tree.leaves(blueprint), tied=tied)

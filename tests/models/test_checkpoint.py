@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxstate.errors import CheckpointError
-from jaxstate.models import from_random, load_model, save_model
+from jaxstate.models import from_random, load, load_model, save_model
 
 from .driver import FIXTURES, VARIANTS, golden, model_of, new_cache, prefill
 
@@ -137,6 +137,13 @@ def test_end_tokens(folder):
     (path / "generation_config.json").write_text("{}")
     made.config["eos_token_id"] = None
     assert load_model(made.write()).config.eos_token_ids == ()
+
+
+def test_a_million_layers_are_refused_before_they_are_described(folder, monkeypatch):
+    made = folder()
+    made.config["num_hidden_layers"] = 10**6
+    monkeypatch.setattr(load, "_blueprint", lambda *_: pytest.fail("described"))
+    refused(made.write(), "num_hidden_layers 1000000", f"{len(made.weights)} tensors")
 
 
 def test_intermediate_size_wins_over_expand():
