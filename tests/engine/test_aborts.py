@@ -100,7 +100,7 @@ def test_abort_while_waiting_for_a_row(engine):
     assert all(done[r.id].tokens == by_hand(r) for r in requests if r.id not in ("r11", "r6"))
 
 
-@pytest.mark.parametrize("checkpoints", [4])
+@pytest.mark.parametrize("checkpoints", [0, 4])
 def test_an_id_used_again_is_served_though_its_former_owner_breaks_in_flight(checkpoints):
     """The step of the aborted request shows scores that are not finite only after the id was submitted again."""
     sizes = Sizes(rows=3, max_len=200, chunk_tokens=128, decode_steps=4, checkpoints=checkpoints)
