@@ -48,7 +48,6 @@ def shell(tmp_path_factory):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAXSTATE_")} | {
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
     }
 
     def shell(command: str) -> str:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from jaxstate.engine import Engine
-from jaxstate.sizing import Sizes
-from tests.engine.conftest import assert_clean, by_hand, prompt_of, request, run_all
+from tests.engine.conftest import REUSING, assert_clean, by_hand, prompt_of, request, run_all
 from tests.toy import ToyLM
 
 
@@ -100,11 +98,12 @@ def test_abort_while_waiting_for_a_row(engine):
     assert all(done[r.id].tokens == by_hand(r) for r in requests if r.id not in ("r11", "r6"))
 
 
-@pytest.mark.parametrize("checkpoints", [0, 4])
-def test_an_id_used_again_is_served_though_its_former_owner_breaks_in_flight(checkpoints):
+@pytest.mark.parametrize("checkpoints", [0, REUSING.checkpoints])
+def test_an_id_used_again_is_served_though_its_former_owner_breaks_in_flight(
+    checkpoints, borrow, reusing
+):
     """The step of the aborted request shows scores that are not finite only after the id was submitted again."""
-    sizes = Sizes(rows=3, max_len=200, chunk_tokens=128, decode_steps=4, checkpoints=checkpoints)
-    engine = Engine(ToyLM(breaks_at=50), sizes)
+    engine = reusing(ToyLM(breaks_at=50)) if checkpoints else borrow(breaks_at=50)
     for ahead in range(6):
         engine.submit(request("a", (1,) * 47, 20))
         for _ in range(ahead):

@@ -34,11 +34,9 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory):
-    """One cache of compiled programs for all commands that are run, so that only the first compiles."""
-    cache = tmp_path_factory.mktemp("cache")
+def environment():
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    return os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    return os.environ | {"PYTHONPATH": path}
 
 
 class Backwards:
