@@ -8,11 +8,11 @@ from benchmarks.kernel_trials import MAMBA, MAMBA2
 
 def make_call(op: str, rows: int, slots: int, torch: Any, update: Any):
     """A call of the peer on one set of slots, and the float64 truth of one call."""
-    heads, width, size = (MAMBA2[n] for n in "HPN") if op == "state_step" else (1, *MAMBA.values())
+    heads, width, size = (MAMBA2[n] for n in "HPN") if op == "ssd_step" else (1, *MAMBA.values())
     half = {"device": "cuda", "dtype": torch.bfloat16}
     state = torch.randn(slots, heads, width, size, device="cuda")
     x, (B, C) = torch.randn(rows, heads, width, **half), torch.randn(2, rows, 1, size, **half)
-    if op == "state_step":  # one step size, decay and skip per head
+    if op == "ssd_step":  # one step size, decay and skip per head
         dt = torch.randn(rows, heads, **half)[..., None].expand(-1, -1, width)
         A = -torch.rand(heads, device="cuda")[:, None, None].expand(-1, width, size)
         bias, skip = (torch.randn(heads, **half)[:, None].expand(-1, width) for _ in range(2))

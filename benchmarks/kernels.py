@@ -1,7 +1,7 @@
 """Speed of the kernels, beside the XLA twins and the memory's own speed, on one GPU.
 
     python -m benchmarks.kernels -o benchmarks/results/kernels.json
-    python -m benchmarks.kernels --tune state_step --ops state_step --rows 32 128
+    python -m benchmarks.kernels --tune ssd_step --ops ssd_step --rows 32 128
 
 Every result is checked first, on fresh random inputs, against a float64 computation, with NaN in all memory that a call
 may not read and a comparison of the bits of all blocks that it may not write. A call whose check fails gets no time.
@@ -32,7 +32,6 @@ from jax import lax
 import pallas_kernels
 from benchmarks.kernel_peers import mamba_ssm_seconds
 from benchmarks.kernel_trials import (
-    MAMBA2,
     check,
     make_inputs,
     make_trial,
@@ -42,18 +41,16 @@ from benchmarks.kernel_trials import (
 )
 from pallas_kernels.mosaic.config import ConvConfig, SelectiveConfig, StateConfig
 from pallas_kernels.mosaic.conv import conv_step
-from pallas_kernels.mosaic.mamba2 import mamba2_step
 from pallas_kernels.mosaic.selective import selective_step
-from pallas_kernels.mosaic.state import state_step
+from pallas_kernels.mosaic.state import ssd_step
 
 ROWS = {
-    "state_step": (1, 8, 32, 128),
+    "ssd_step": (1, 8, 32, 128),
     "selective_step": (1, 8, 32, 128, 256),
     "conv_step": (1, 8, 128),
-    "mamba2_step": (1, 8, 32, 128),
 }
 GOALS = {
-    ("state_step", 1): 3, ("state_step", 8): 12, ("state_step", 32): 43, ("state_step", 128): 172,
+    ("ssd_step", 1): 3, ("ssd_step", 8): 12, ("ssd_step", 32): 43, ("ssd_step", 128): 172,
     ("selective_step", 1): 2, ("selective_step", 8): 3, ("selective_step", 32): 7,
     ("selective_step", 128): 23, ("selective_step", 256): 46,
 }  # fmt: skip
@@ -71,9 +68,7 @@ def tuning(op: str, rows: int) -> list[Any]:
         else:
             shapes = (2, 4), (4, 4), (4, 4, 2), (4, 4, 4), (4, 2, 2)
         return [*(SelectiveConfig(*shape) for shape in shapes), "xla"]
-    if op == "state_step":
-        return [StateConfig(16), StateConfig(32), StateConfig(64)]
-    return [None, "xla"]
+    return [StateConfig(16), StateConfig(32), StateConfig(64), "xla"]
 
 
 # Calls ----------------------------------------------------------------------------------------
@@ -81,35 +76,21 @@ def tuning(op: str, rows: int) -> list[Any]:
 
 def make_call(op: str, variant: Any) -> Callable:
     """`(inputs, pools, layer, read_ids, write_ids) -> (y, pools)` of one variant of an op."""
-    xla = variant == "xla"
-    options = {"implementation": "xla"} if xla else {"config": variant}
-    module = pallas_kernels if xla else None
+    step, options = STEPS[op], {"config": variant}
+    if variant == "xla":
+        step, options = getattr(pallas_kernels, op), {"implementation": "xla"}
+    if op == "conv_step":
+        options["activation"] = "silu"
 
     def call(i, pools, *ids):
-        if op == "conv_step":
-            step = module.conv_step if module else conv_step
-            operands = i["xbc"], i["conv_weight"], i["conv_bias"], pools["windows"]
-            y, windows = step(*operands, *ids, activation="silu", **options)
-            return y, {"windows": windows}
-        if op == "selective_step":
-            step = module.selective_step if module else selective_step
-            y, states = step(
-                **i, states=pools["states"], **dict(zip(IDS, ids, strict=True)), **options
-            )
-            return y, {"states": states}
-        if op == "state_step":
-            operands = i["xbc"], i["dt"], i["A"], i["skip"], i["dt_bias"], pools["states"]
-            y, states = state_step(*operands, *ids, n_groups=1, **options)
-            return y, {"states": states}
-        step = module.mamba2_step if module else mamba2_step
-        y, windows, states = step(
-            **i, **pools, **dict(zip(IDS, ids, strict=True)), n_groups=1, **options
-        )
-        return y, {"windows": windows, "states": states}
+        ((name, pool),) = pools.items()
+        y, pool = step(**i, **{name: pool}, **dict(zip(IDS, ids, strict=True)), **options)
+        return y, {name: pool}
 
     return jax.jit(call)
 
 
+STEPS = {"conv_step": conv_step, "selective_step": selective_step, "ssd_step": ssd_step}
 IDS = ("layer", "read_ids", "write_ids")
 
 
@@ -123,13 +104,7 @@ def bytes_moved(op: str, rows: int, inputs) -> int:
         total += (
             2 * rows * int(np.prod(shape)) * jnp.dtype(pool_dtype(wanted, jnp.bfloat16)).itemsize
         )
-    name = "x" if op == "selective_step" else "xbc"
-    width = (
-        inputs[name].shape[1]
-        if op in ("conv_step", "selective_step")
-        else MAMBA2["H"] * MAMBA2["P"]
-    )
-    return total + rows * width * 2
+    return total + inputs["x"].size * 2
 
 
 def pass_bandwidth(nbytes: int = 2**32, passes: int = 10, repeats: int = 5) -> float:
@@ -259,7 +234,7 @@ def measure(jobs: list[Job], bandwidth: float, seed: int, peers: bool) -> Iterat
             result["wrong"].append(f"{type(error).__name__}: {error}"[:500])
             pools = None
         yield result
-    if peers and op in ("state_step", "selective_step"):
+    if peers and op in ("ssd_step", "selective_step"):
         del pools, trials
         result = {"op": op, "rows": rows, "variant": "mamba_ssm", "floor_us": floor * 1e6}
         result |= {"goal_us": None, "wrong": []}
@@ -316,8 +291,7 @@ def main() -> int:
         groups = []
         for op in args.ops:
             for rows in args.rows or ROWS[op]:
-                plain = [None] if op == "state_step" else [None, "xla"]
-                variants = tuning(op, rows) if op in args.tune else plain
+                variants = tuning(op, rows) if op in args.tune else [None, "xla"]
                 variants = [v for v in variants if v != "xla" or not args.ours]
                 groups.append([Job(op, rows, variant) for variant in variants])
 

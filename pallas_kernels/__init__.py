@@ -14,10 +14,11 @@ from pallas_kernels.ops import (
     causal_conv,
     conv_step,
     fill_blocks,
-    mamba2_step,
+    projected_conv_step,
     selective_scan,
     selective_step,
     ssd,
+    ssd_step,
 )
 from pallas_kernels.rows import RowIds, Rows
 
@@ -29,8 +30,8 @@ __all__ = [
     "conv_step",
     "copy_blocks",
     "fill_blocks",
-    "mamba2_step",
     "prefer",
+    "projected_conv_step",
     "read_blocks",
     "rms_norm",
     "rows_matmul",
@@ -39,5 +40,6 @@ __all__ = [
     "sliced",
     "split",
     "ssd",
+    "ssd_step",
     "write_blocks",
 ]

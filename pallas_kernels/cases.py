@@ -51,6 +51,8 @@ _ONES = (1,) * 6
 _CONV = {"D": 24, "K": 4}
 _MAMBA = {"D": 24, "N": 16}
 _MAMBA2 = {"H": 4, "P": 8, "G": 2, "N": 16}
+_PROJECTED = {"I": 10, "O": 33, "D": 24, "K": 4}
+_HALF: Mapping[str, Any] = {"dtype": "bfloat16", "state_dtype": "bfloat16"}
 
 TESTS = (
     Case("causal_conv", _CONV, _RAGGED, 5, 3, options={"activation": "silu"}),
@@ -69,14 +71,17 @@ TESTS = (
     Case("conv_step", _CONV, _ONES, dtype="bfloat16", state_dtype="bfloat16", absent=("bias",)),
     Case("selective_step", _MAMBA, _ONES),
     Case("selective_step", _MAMBA, _ONES, dtype="bfloat16", absent=("skip", "z", "dt_bias")),
-    Case("mamba2_step", {**_MAMBA2, "K": 4}, _ONES, options={"dt_limit": (0.1, 0.9)}),
-    Case("mamba2_step", {**_MAMBA2, "K": 4}, _ONES, dtype="bfloat16", state_dtype="bfloat16"),
+    Case("ssd_step", _MAMBA2, _ONES, options={"dt_limit": (0.1, 0.9)}),
+    Case("ssd_step", _MAMBA2, _ONES, dtype="bfloat16", state_dtype="bfloat16"),
+    Case("ssd_step", {"H": 3, "P": 5, "G": 1, "N": 7}, (1,), absent=("skip", "dt_bias", "gate")),
+    Case("projected_conv_step", _PROJECTED, _ONES, options={"first": 5, "activation": "silu"}),
     Case(
-        "mamba2_step",
-        {"H": 3, "P": 5, "G": 1, "N": 7, "K": 3},
-        (1,),
-        options={"activation": None},
-        absent=("conv_bias", "skip", "dt_bias", "gate"),
+        "projected_conv_step",
+        _PROJECTED,
+        _ONES,
+        options={"first": 0},
+        absent=("conv_bias",),
+        **_HALF,
     ),
 )
 
@@ -89,10 +94,7 @@ BENCHMARKS = (
         Case("selective_step", _MAMBA_2_8B, (1,) * rows, dtype="bfloat16")
         for rows in (1, 8, 32, 128, 256)
     ),
-    *(
-        Case("mamba2_step", {**_MAMBA2_2_7B, "K": 4}, (1,) * rows, dtype="bfloat16")
-        for rows in (1, 8, 32, 128)
-    ),
+    *(Case("ssd_step", _MAMBA2_2_7B, (1,) * rows, dtype="bfloat16") for rows in (1, 8, 32, 128)),
     *(Case("selective_scan", _MAMBA_2_8B, lengths, dtype="bfloat16") for lengths in _PREFILLS),
     *(Case("ssd", _MAMBA2_2_7B, lengths, dtype="bfloat16") for lengths in _PREFILLS),
 )
@@ -121,22 +123,22 @@ SHAPES: Mapping[str, Mapping[str, str]] = {
         "dt_bias": "H",
         "states": "H P N",
     },
-    "mamba2_step": {
-        "xbc": "T DC",
-        "dt": "T H",
-        "conv_weight": "K DC",
-        "conv_bias": "DC",
-        "A": "H",
-        "skip": "H",
-        "dt_bias": "H",
-        "windows": "K-1 DC",
-        "states": "H P N",
-        "gate": "T HP",
+    "projected_conv_step": {
+        "x": "T I",
+        "weight": "O I",
+        "conv_weight": "K D",
+        "conv_bias": "D",
+        "windows": "K-1 D",
     },
 }
-SHAPES = {**SHAPES, "conv_step": SHAPES["causal_conv"], "selective_step": SHAPES["selective_scan"]}
+SHAPES = {
+    **SHAPES,
+    "conv_step": SHAPES["causal_conv"],
+    "selective_step": SHAPES["selective_scan"],
+    "ssd_step": {**SHAPES["ssd"], "gate": "T HP"},
+}
 POOLS = ("windows", "states")
-PER_TOKEN = ("x", "dt", "B", "C", "z", "xbc", "gate")
+PER_TOKEN = ("x", "dt", "B", "C", "z", "gate")
 
 
 def make_rows(case: Case, rng: np.random.Generator, blocks: int, *, steady: bool = False) -> Rows:
@@ -180,9 +182,8 @@ def make_operands(
     sizes = {"T": sum(case.lengths) + case.padding, **case.sizes}
     if "K" in sizes:
         sizes["K-1"] = sizes["K"] - 1
-    if case.op == "mamba2_step":
+    if case.op == "ssd_step":
         sizes["HP"] = sizes["H"] * sizes["P"]
-        sizes["DC"] = sizes["HP"] + 2 * sizes["G"] * sizes["N"]
     operands: dict[str, Any] = {"layer": layers - 1, **case.options}
     for name, dims in SHAPES[case.op].items():
         shape = tuple(sizes[dim] for dim in dims.split())
@@ -201,8 +202,6 @@ def make_operands(
             if name in PER_TOKEN:
                 values[sum(case.lengths) :] = np.nan
             operands[name] = jnp.asarray(values, case.dtype)
-    if case.op == "mamba2_step":
-        operands["n_groups"] = sizes["G"]
     if case.decode:
         operands |= {"read_ids": jnp.asarray(rows.read_ids)}
         operands |= {"write_ids": jnp.asarray(rows.write_ids)}

@@ -44,11 +44,12 @@ class Columns:
         return columns.reshape(self.shape)
 
 
-def split(array: Array, *sizes: int) -> list[Columns]:
-    """The columns of `array` in parts of these sizes, in order."""
-    if sum(sizes) != array.shape[-1]:
-        raise ValueError(f"parts of {sizes} columns do not make {array.shape[-1]}")
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+def split(matrix: Array | Columns, *sizes: int) -> list[Columns]:
+    """The columns of `matrix` in parts of these sizes, in order."""
+    if sum(sizes) != matrix.shape[-1]:
+        raise ValueError(f"parts of {sizes} columns do not make {matrix.shape[-1]}")
+    array, first = parts(matrix)
+    starts = [first + sum(sizes[:i]) for i in range(len(sizes))]
     return [Columns(array, start, size) for start, size in zip(starts, sizes, strict=True)]
 
 

@@ -13,10 +13,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import update_blocks
-from pallas_kernels.xla.conv import conv_step
 from pallas_kernels.xla.gates import NO_LIMIT, live_outputs, step_size
 
-__all__ = ["mamba2_step", "selective_step", "supports"]
+__all__ = ["selective_step", "ssd_step", "supports"]
 
 
 def supports(op: str, operands: Mapping[str, Any]) -> str | None:
@@ -61,39 +60,26 @@ def selective_step(
     return _outputs(y, states, write_ids).astype(x.dtype), states
 
 
-def mamba2_step(
-    xbc: Float[Array, "R DC"],
+def ssd_step(
+    x: Float[Array, "R H P"],
     dt: Float[Array, "R H"],
-    conv_weight: Float[Array, "K DC"],
-    conv_bias: Float[Array, "DC"] | None,
     A: Float[Array, "H"],
+    B: Float[Array, "R G N"],
+    C: Float[Array, "R G N"],
     skip: Float[Array, "H"] | None,
     dt_bias: Float[Array, "H"] | None,
-    windows: Float[Array, "layers blocks K-1 DC"],
     states: Float[Array, "layers blocks H P N"],
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
     gate: Float[Array, "R HP"] | None = None,
     *,
-    n_groups: int,
     dt_limit: tuple[float, float] = NO_LIMIT,
-    activation: str | None = "silu",
-) -> tuple[
-    Float[Array, "R H P"],
-    Float[Array, "layers blocks K-1 DC"],
-    Float[Array, "layers blocks H P N"],
-]:
-    """`pallas_kernels.mamba2_step` row after row."""
-    xbc, windows = conv_step(
-        xbc, conv_weight, conv_bias, windows, layer, read_ids, write_ids, activation=activation
-    )
-    heads, width, size = states.shape[2:]
-    x, B, C = jnp.split(
-        xbc.astype(jnp.float32), [heads * width, heads * width + n_groups * size], axis=-1
-    )
-    x = x.reshape((-1, n_groups, heads // n_groups, width))
-    B, C = (v.reshape((-1, n_groups, size)) for v in (B, C))
+) -> tuple[Float[Array, "R H P"], Float[Array, "layers blocks H P N"]]:
+    """`pallas_kernels.ssd_step` row after row."""
+    shape, dtype, (_, groups, size) = x.shape, x.dtype, B.shape
+    x, B, C = (v.astype(jnp.float32) for v in (x, B, C))
+    x = x.reshape((shape[0], groups, -1, shape[2]))
     dt = step_size(dt, dt_bias, dt_limit)
     decay = jnp.exp(dt * A.astype(jnp.float32)).reshape(x.shape[:3])
     dx = dt.reshape(x.shape[:3])[..., None] * x
@@ -105,16 +91,16 @@ def mamba2_step(
         return h.reshape(states.shape[2:])
 
     def output(h, C):
-        h = h.reshape((n_groups, -1, size))
+        h = h.reshape((groups, -1, size))
         y = jnp.einsum("gkn,gn->gk", h, C, precision=lax.Precision.HIGHEST)
-        return y.reshape((heads, width))
+        return y.reshape(shape[1:])
 
     y, states = update_blocks(states, layer, read_ids, write_ids, update, (decay, dx, B), output, C)
     if skip is not None:
         y = y + skip.astype(jnp.float32)[:, None] * x.reshape(y.shape)
     if gate is not None:
         y = y * jax.nn.silu(gate.astype(jnp.float32)).reshape(y.shape)
-    return _outputs(y, states, write_ids).astype(xbc.dtype), windows, states
+    return _outputs(y, states, write_ids).astype(dtype), states
 
 
 def _outputs(y: Float[Array, "R ..."], states: Array, write_ids: Int[Array, "R"]) -> Array:

@@ -241,7 +241,7 @@ def conv_step(
 
 
 def selective_step(
-    x: Float[Array, "R D"],
+    x: Matrix,
     dt: Float[Array, "R D"],
     A: Float[Array, "D N"],
     B: Matrix,
@@ -258,7 +258,7 @@ def selective_step(
 ) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks N D"]]:
     """`selective_scan` of one token a row (arXiv:2312.00752). Returns `(y, states)`.
 
-    `B[R, N]`, `C[R, N]` and `z[R, D]` may be `Columns`.
+    `x[R, D]`, `B[R, N]`, `C[R, N]` and `z[R, D]` may be `Columns`.
 
     Raises ValueError for shapes that do not fit or an unknown implementation, and TypeError for
     dtypes.
@@ -280,72 +280,89 @@ def selective_step(
     return run(op, implementation, operands)
 
 
-def mamba2_step(
-    xbc: Matrix,
+def ssd_step(
+    x: Float[Array, "R H P"] | Columns,
     dt: Matrix,
-    conv_weight: Float[Array, "K DC"],
-    conv_bias: Float[Array, "DC"] | None,
     A: Float[Array, "H"],
+    B: Float[Array, "R G N"] | Columns,
+    C: Float[Array, "R G N"] | Columns,
     skip: Float[Array, "H"] | None,
     dt_bias: Float[Array, "H"] | None,
-    windows: Float[Array, "layers blocks K-1 DC"],
     states: Float[Array, "layers blocks H P N"],
     layer: Layer,
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
     gate: Matrix | None = None,
     *,
-    n_groups: int,
     dt_limit: tuple[float, float] = NO_LIMIT,
-    activation: str | None = "silu",
     implementation: str | None = None,
-) -> tuple[
-    Float[Array, "R H P"],
-    Float[Array, "layers blocks K-1 DC"],
-    Float[Array, "layers blocks H P N"],
-]:
-    """`conv_step`, then `ssd`, of one token a row (arXiv:2405.21060).
+) -> tuple[Float[Array, "R H P"], Float[Array, "layers blocks H P N"]]:
+    """`ssd` of one token a row (arXiv:2405.21060). Returns `(y, states)`.
 
-    `xbc[R, DC]` holds `x` (H P), `B` (G N) and `C` (G N) side by side, before the convolution;
-    `dt` is `[R, H]`. If `gate[R, HP]` is given, `y` is multiplied by its silu. Each of them may be
-    `Columns`. Returns `(y, windows, states)`.
+    If `gate[R, HP]` is given, `y` is multiplied by its silu. `x[R, H, P]`, `dt[R, H]`, `B[R, G, N]`,
+    `C[R, G, N]` and `gate` may be `Columns`.
 
     Raises ValueError for shapes or options that do not fit or an unknown implementation, and
     TypeError for dtypes.
     """
-    op = "mamba2_step"
+    op = "ssd_step"
     operands, sizes = _floats(
         op,
-        xbc=(xbc, "R DC"),
+        x=(x, "R H P"),
         dt=(dt, "R H"),
-        conv_weight=(conv_weight, "K DC"),
-        conv_bias=(conv_bias, "DC"),
         A=(A, "H"),
+        B=(B, "R G N"),
+        C=(C, "R G N"),
         skip=(skip, "H"),
         dt_bias=(dt_bias, "H"),
-        windows=(windows, "_ _ K-1 DC"),
         states=(states, "_ _ H P N"),
         gate=(gate, "R HP"),
     )
-    _check_groups(op, sizes["H"], n_groups)
+    _check_groups(op, sizes["H"], sizes["G"])
     if gate is not None and sizes["HP"] != sizes["H"] * sizes["P"]:
         raise ValueError(
             f"{op}: gate must have H P = {sizes['H'] * sizes['P']} columns, got {sizes['HP']}"
         )
-    channels = sizes["H"] * sizes["P"] + 2 * n_groups * sizes["N"]
-    if channels != sizes["DC"]:
-        raise ValueError(
-            f"{op}: xbc must have H P + 2 G N = {channels} channels for {sizes['H']} heads of"
-            f" {sizes['P']}, {n_groups} groups and state size {sizes['N']}, got {sizes['DC']}"
-        )
-    _check_activation(op, activation)
     dt_limit = _check_limit(op, dt_limit)
     operands |= {"layer": _layer(layer), **_ids(op, sizes["R"], read_ids, write_ids)}
-    return run(
+    return run(op, implementation, operands, dt_limit=dt_limit)
+
+
+def projected_conv_step(
+    x: Matrix,
+    weight: Float[Array, "O I"],
+    conv_weight: Float[Array, "K D"],
+    conv_bias: Float[Array, "D"] | None,
+    windows: Float[Array, "layers blocks K-1 D"],
+    layer: Layer,
+    read_ids: Int[Array, "R"],
+    write_ids: Int[Array, "R"],
+    *,
+    first: int,
+    activation: str | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "R O"], Float[Array, "layers blocks K-1 D"]]:
+    """`x @ weight.T` of few rows, of which columns `first` to `first + D` go through `conv_step`.
+
+    It has the bits of `rows_matmul`, rounded to the dtype of `x`, followed by `conv_step`; other columns
+    are the projection's, those of null rows too. `x[R, I]` may be `Columns`. Returns `(y, windows)`.
+
+    Raises ValueError for shapes or options that do not fit or an unknown implementation, and
+    TypeError for dtypes.
+    """
+    op = "projected_conv_step"
+    operands, sizes = _floats(
         op,
-        implementation,
-        operands,
-        n_groups=n_groups,
-        dt_limit=dt_limit,
-        activation=activation,
+        x=(x, "R I"),
+        weight=(weight, "O I"),
+        conv_weight=(conv_weight, "K D"),
+        conv_bias=(conv_bias, "D"),
+        windows=(windows, "_ _ K-1 D"),
     )
+    if not 0 <= first <= sizes["O"] - sizes["D"]:
+        raise ValueError(
+            f"{op}: {sizes['D']} channels from column {first} on are not within {sizes['O']} columns"
+        )
+    _check_activation(op, activation)
+    operands |= {"layer": _layer(layer), **_ids(op, sizes["R"], read_ids, write_ids)}
+    return run(op, implementation, operands, first=first, activation=activation)

@@ -19,12 +19,13 @@ __all__ = [
     "causal_conv",
     "conv_step",
     "fill_blocks",
-    "mamba2_step",
+    "projected_conv_step",
     "rms_norm",
     "rows_matmul",
     "selective_scan",
     "selective_step",
     "ssd",
+    "ssd_step",
 ]
 
 
@@ -183,52 +184,29 @@ def selective_step(
     return selective_scan(x, dt, A, B, C, skip, z, dt_bias, states, layer, rows)
 
 
-def mamba2_step(
-    xbc: Float[Array, "R DC"],
+def ssd_step(
+    x: Float[Array, "R H P"],
     dt: Float[Array, "R H"],
-    conv_weight: Float[Array, "K DC"],
-    conv_bias: Float[Array, "DC"] | None,
     A: Float[Array, "H"],
+    B: Float[Array, "R G N"],
+    C: Float[Array, "R G N"],
     skip: Float[Array, "H"] | None,
     dt_bias: Float[Array, "H"] | None,
-    windows: Float[Array, "layers blocks K-1 DC"],
     states: Float[Array, "layers blocks H P N"],
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
     gate: Float[Array, "R HP"] | None = None,
     *,
-    n_groups: int,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    activation: str | None = "silu",
-) -> tuple[
-    Float[Array, "R H P"],
-    Float[Array, "layers blocks K-1 DC"],
-    Float[Array, "layers blocks H P N"],
-]:
-    """`causal_conv`, then `ssd`, of rows of one token, and their gate."""
+) -> tuple[Float[Array, "R H P"], Float[Array, "layers blocks H P N"]]:
+    """`ssd` of rows of one token, and their gate."""
     rows = decode_rows(read_ids, write_ids)
-    xbc, windows = causal_conv(
-        xbc, conv_weight, conv_bias, windows, layer, rows, activation=activation
-    )
-    x, B, C = split_xbc(xbc, states, n_groups)
-    (x,) = _float32(x)
-    y, states = ssd(x, dt, A, B, C, skip, dt_bias, states, layer, rows, dt_limit=dt_limit)
+    (inner,) = _float32(x)
+    y, states = ssd(inner, dt, A, B, C, skip, dt_bias, states, layer, rows, dt_limit=dt_limit)
     if gate is not None:
         y = y * jax.nn.silu(gate.astype(jnp.float32)).reshape(y.shape)
-    return y.astype(xbc.dtype), windows, states
-
-
-def split_xbc(xbc: Float[Array, "R DC"], states: Float[Array, "layers blocks H P N"], groups: int):
-    """The heads `x[R, H, P]`, `B[R, G, N]` and `C[R, G, N]` that `xbc` holds side by side."""
-    heads, width, size = states.shape[2:]
-    x, B, C = jnp.split(xbc, [heads * width, heads * width + groups * size], axis=-1)
-    count = xbc.shape[0]
-    return (
-        x.reshape((count, heads, width)),
-        B.reshape((count, groups, size)),
-        C.reshape((count, groups, size)),
-    )
+    return y.astype(x.dtype), states
 
 
 def rows_matmul(x, weight, residual=None, *, dtype):
@@ -236,6 +214,28 @@ def rows_matmul(x, weight, residual=None, *, dtype):
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     y = jnp.dot(x, weight.T, precision=lax.Precision.HIGHEST).astype(dtype)
     return y if residual is None else residual + y.astype(residual.dtype)
+
+
+def projected_conv_step(
+    x,
+    weight,
+    conv_weight,
+    conv_bias,
+    windows,
+    layer,
+    read_ids,
+    write_ids,
+    *,
+    first,
+    activation=None,
+):
+    """`x @ weight.T`, and `conv_step` of as many of its columns from `first` on as it has channels."""
+    y, last = rows_matmul(x, weight, dtype=x.dtype), first + conv_weight.shape[1]
+    ids = windows, layer, read_ids, write_ids
+    convolved, windows = conv_step(
+        y[:, first:last], conv_weight, conv_bias, *ids, activation=activation
+    )
+    return y.at[:, first:last].set(convolved), windows
 
 
 def rms_norm(x, weight, *, eps):

@@ -19,8 +19,9 @@ PUBLIC = {
         parse_config save_model
     """,
     "pallas_kernels": """
-        Columns RowIds Rows causal_conv conv_step copy_blocks fill_blocks mamba2_step prefer
-        read_blocks rms_norm rows_matmul selective_scan selective_step sliced split ssd write_blocks
+        Columns RowIds Rows causal_conv conv_step copy_blocks fill_blocks prefer
+        projected_conv_step read_blocks rms_norm rows_matmul selective_scan selective_step sliced
+        split ssd ssd_step write_blocks
     """,
 }
 

@@ -19,6 +19,7 @@ from jaxstate.models import tensors
 from jaxstate.models.shards import total
 from jaxstate.models.tensors import Tensor
 from jaxstate.typing import Array, BFloat16, Float, Float32, Int
+from pallas_kernels.rows import RowIds
 
 
 def parameter(*args: Any, **kwargs: Any) -> nnx.Param[Array]:
@@ -46,11 +47,16 @@ def matmul(
     A bfloat16 `weight` loses nothing beside a float32 `x`: few rows are split into bfloat16 parts (see `split`), so
     that the matrix is read as it is; for many rows it is widened. A `residual` is added in its own dtype.
     """
-    few = len(x.shape) == 2 and x.shape[0] <= FEW_ROWS
-    if few and (x.dtype != jnp.float32 or weight.dtype != jnp.bfloat16):
+    if _few(x, weight):
         return pk.rows_matmul(x, weight, residual, dtype=dtype)
     y = _many(pk.sliced(x), weight, dtype)
     return y if residual is None else residual + y.astype(residual.dtype)
+
+
+def _few(x: Array | pk.Columns, weight: Array) -> bool:
+    """Whether the product is one of `pallas_kernels.rows_matmul`."""
+    few = len(x.shape) == 2 and x.shape[0] <= FEW_ROWS
+    return few and (x.dtype != jnp.float32 or weight.dtype != jnp.bfloat16)
 
 
 def _many(x: Array, weight: Array, dtype: Any) -> Array:
@@ -168,6 +174,31 @@ class ShortConv(nnx.Module):
     def __init__(self, name: str, channels: int, taps: int, *, bias: bool):
         self.weight = parameter(f"{name}.weight", (channels, 1, taps), tensors.fan_in, conv=True)
         self.bias = parameter(f"{name}.bias", (channels,), tensors.zeros) if bias else None
+
+
+def projected_conv_step(
+    linear: Linear,
+    conv: ShortConv,
+    x: Float[Array, "rows d"],
+    windows: Float[Array, "layers blocks K-1 D"],
+    layer: Any,
+    rows: RowIds,
+    *,
+    first: int,
+) -> tuple[list[pk.Columns], Float[Array, "layers blocks K-1 D"]]:
+    """The projection of one token a row: what lies before its column `first`, the channels convolved, the rest."""
+    matrix, weight, bias = linear.weight[...], conv.weight[...], value(conv.bias)
+    channels = weight.shape[1]
+    sizes = (first, channels, matrix.shape[0] - first - channels)
+    ids = windows, layer, rows.read_ids, rows.write_ids
+    if linear.bias is None and _few(x, matrix):
+        y, windows = pk.projected_conv_step(
+            x, matrix, weight, bias, *ids, first=first, activation="silu"
+        )
+        return pk.split(y, *sizes), windows
+    before, inner, after = pk.split(linear(x), *sizes)
+    y, windows = pk.conv_step(inner, weight, bias, *ids, activation="silu")
+    return [before, *pk.split(y, channels), after], windows
 
 
 class Embedding(nnx.Module):

@@ -14,7 +14,14 @@ import pallas_kernels as pk
 from jaxstate.models import tensors
 from jaxstate.models.base import CausalLM, Leaves
 from jaxstate.models.fields import Fields
-from jaxstate.models.layers import Linear, ShortConv, parameter, rms_normalise, value
+from jaxstate.models.layers import (
+    Linear,
+    ShortConv,
+    parameter,
+    projected_conv_step,
+    rms_normalise,
+    value,
+)
 from jaxstate.models.shards import Cut, Section, check_divides
 from jaxstate.typing import Array, Float
 from pallas_kernels.rows import RowIds, Rows
@@ -154,11 +161,9 @@ class MambaMixer(nnx.Module):
         residual: Float[Array, "rows d"] | None = None,
     ) -> tuple[Float[Array, "rows d"], Leaves]:
         """One token of each row, added to the residual if there is one."""
-        inner, gate = self._project(x)
-        inner, windows = pk.conv_step(
-            inner, self.conv1d.weight[...], value(self.conv1d.bias), pools["conv"], layer,
-            rows.read_ids, rows.write_ids, activation="silu",
-        )  # fmt: skip
+        (_, inner, gate), windows = projected_conv_step(
+            self.in_proj, self.conv1d, x, pools["conv"], layer, rows, first=0
+        )
         dt, B, C = self._select(inner)
         y, states = pk.selective_step(
             inner, dt, constants, B, C, self.D[...], gate, self.dt_bias[...], pools["ssm"], layer,
@@ -170,7 +175,9 @@ class MambaMixer(nnx.Module):
         """Inputs of the convolution, and gate."""
         return pk.split(self.in_proj(x), *[self.config.intermediate_size] * 2)
 
-    def _select(self, inner: Array) -> tuple[Array, pk.Columns | Array, pk.Columns | Array]:
+    def _select(
+        self, inner: Array | pk.Columns
+    ) -> tuple[Array, pk.Columns | Array, pk.Columns | Array]:
         """The step size before its bias and softplus, and the input and output maps of the state.
 
         They depend on all channels, so that shards sum here too, before the scan.

@@ -16,7 +16,15 @@ from jaxstate.errors import SpecError
 from jaxstate.models import tensors
 from jaxstate.models.base import CausalLM, Leaves
 from jaxstate.models.fields import Fields
-from jaxstate.models.layers import GatedRMSNorm, Linear, ShortConv, matmul, parameter, value
+from jaxstate.models.layers import (
+    GatedRMSNorm,
+    Linear,
+    ShortConv,
+    matmul,
+    parameter,
+    projected_conv_step,
+    value,
+)
 from jaxstate.models.shards import Cut, Section, check_divides, normed_total
 from jaxstate.typing import Array, Float
 from pallas_kernels.rows import RowIds, Rows
@@ -174,11 +182,13 @@ class Mamba2Mixer(nnx.Module):
     ) -> tuple[Float[Array, "rows d"], Leaves]:
         """One token of each row, added to the residual if there is one."""
         c = self.config
-        gate, xbc, dt = self._project(x)
-        y, windows, states = pk.mamba2_step(
-            xbc, dt, self.conv1d.weight[...], value(self.conv1d.bias), constants, self.D[...],
-            self.dt_bias[...], pools["conv"], pools["ssm"], layer, rows.read_ids, rows.write_ids,
-            gate, n_groups=c.n_groups, dt_limit=c.time_step_limit, activation="silu",
+        (gate, xbc, dt), windows = projected_conv_step(
+            self.in_proj, self.conv1d, x, pools["conv"], layer, rows, first=c.inner_size
+        )
+        inner, B, C = self._sections(xbc)
+        y, states = pk.ssd_step(
+            inner, dt, constants, B, C, self.D[...], self.dt_bias[...], pools["ssm"], layer,
+            rows.read_ids, rows.write_ids, gate, dt_limit=c.time_step_limit,
         )  # fmt: skip
         y = self._close(y.reshape((-1, c.inner_size)), residual)
         return y, {"conv": windows, "ssm": states}
@@ -188,7 +198,7 @@ class Mamba2Mixer(nnx.Module):
         c = self.config
         return pk.split(self.in_proj(x), c.inner_size, c.conv_size, c.num_heads)
 
-    def _sections(self, xbc: Array) -> tuple[pk.Columns, pk.Columns, pk.Columns]:
+    def _sections(self, xbc: Array | pk.Columns) -> tuple[pk.Columns, pk.Columns, pk.Columns]:
         """Inputs by head, and the input and output maps of the state by group."""
         c = self.config
         grouped = (c.n_groups, c.state_size)

@@ -16,19 +16,20 @@ __all__ = [
     "causal_conv",
     "conv_step",
     "fill_blocks",
-    "mamba2_step",
+    "projected_conv_step",
     "rms_norm",
     "rows_matmul",
     "selective_scan",
     "selective_step",
     "ssd",
+    "ssd_step",
     "supports",
 ]
 
 TAKES_COLUMNS = True
 
-OPTIONS = frozenset(("activation", "chunk", "dt_limit", "dtype", "eps", "n_groups"))
-KERNEL_OPTIONS = frozenset(("config", "conv_config", "interpret"))
+OPTIONS = frozenset(("activation", "chunk", "dt_limit", "dtype", "eps", "first"))
+KERNEL_OPTIONS = frozenset(("config", "interpret"))
 
 
 def _differentiable(kernel, twin, arguments: dict[str, Any]):
@@ -73,11 +74,11 @@ def fill_blocks(**arguments):
     return fill_blocks(**arguments)
 
 
-def mamba2_step(**arguments):
-    """`pallas_kernels.mosaic.mamba2.mamba2_step`, differentiable."""
-    from pallas_kernels.mosaic.mamba2 import mamba2_step
+def projected_conv_step(**arguments):
+    """`pallas_kernels.mosaic.projected_conv.projected_conv_step`, differentiable."""
+    from pallas_kernels.mosaic.projected_conv import projected_conv_step
 
-    return _differentiable(mamba2_step, xla.mamba2_step, arguments)
+    return _differentiable(projected_conv_step, xla.projected_conv_step, arguments)
 
 
 def rms_norm(**arguments):
@@ -114,3 +115,10 @@ def ssd(**arguments):
 
     arguments = {**arguments, "dt": sliced(arguments["dt"])}
     return _differentiable(ssd, xla.ssd, arguments)
+
+
+def ssd_step(**arguments):
+    """`pallas_kernels.mosaic.state.ssd_step`, differentiable."""
+    from pallas_kernels.mosaic.state import ssd_step
+
+    return _differentiable(ssd_step, xla.ssd_step, arguments)

@@ -142,11 +142,11 @@ def ssd_config(rows: int, places: int, tokens: int) -> SsdConfig:
     return SsdConfig(-(-tokens // (64 * chunks)), chunks) if segments > 1 else SsdConfig()
 
 
-def matmul_config(rows: int, features: int, inputs: int) -> MatmulConfig:
+def matmul_config(rows: int, features: int, inputs: int, reserved: int = 0) -> MatmulConfig:
     """More programs than multiprocessors, all at once, with as much under way as two can hold.
 
     The inputs are split by the matrix's shape alone, so that a row has the same bits at any number of
-    rows.
+    rows. `reserved` are bytes of a program's memory, for each row of its tile, that the product has not.
     """
     line = matmul_line(inputs)
     lines, tiles = inputs // line, -(-features // 64)
@@ -161,7 +161,13 @@ def matmul_config(rows: int, features: int, inputs: int) -> MatmulConfig:
         return MatmulConfig(64, width, split, lines // chunk, chunk)
     # Many tiles share the reading of the rows.
     tall = 128 if width == 64 and tiles > 528 else 64
-    return MatmulConfig(tall, width, split, min(8, 100_000 // (2 * line * (tall + width))))
+    room = 110_000 - reserved * width
+    return MatmulConfig(tall, width, split, min(8, room // (2 * line * (tall + width))))
+
+
+def projected_conv_config(rows: int, features: int, inputs: int, taps: int) -> MatmulConfig:
+    """That of the product, with room for windows of two bytes a number and for weights."""
+    return matmul_config(rows, features, inputs, reserved=2 * 64 * (taps - 1))
 
 
 def matmul_line(inputs: int) -> int:

@@ -1,5 +1,6 @@
 """One token of a causal depthwise convolution."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,14 @@ from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
 from pallas_kernels.mosaic.config import ConvConfig, conv_config
 from pallas_kernels.mosaic.gates import float32, silu
+
+
+def weigh(seen: Sequence[Any], weight: Sequence[Any], bias: Sequence[Any], activation: str | None):
+    """The convolution's output from the inputs that it sees, oldest first; `bias` is one or none."""
+    total, *rest = [w * v for w, v in zip(weight, seen, strict=True)]
+    for term in (*rest, *bias):
+        total = total + term
+    return silu(total) if activation == "silu" else total
 
 
 def conv_step(
@@ -62,10 +71,7 @@ def conv_step(
 
             seen = [*lax.cond(inside(windows, read), stored, absent), x]
             seen = float32(seen)
-            total, *rest = [w * v for w, v in zip(float32(weight), seen, strict=True)]
-            for term in (*rest, *float32(bias)):
-                total = total + term
-            total = silu(total) if activation == "silu" else total
+            total = weigh(seen, float32(weight), float32(bias), activation)
             store(y.at[row, lanes], total.astype(y.dtype))
 
             @when_inside(windows, write)

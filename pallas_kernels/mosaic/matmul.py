@@ -26,6 +26,28 @@ class Sizes(NamedTuple):
     line: int  # inputs of a line of swizzled memory
 
 
+class Tile(NamedTuple):
+    """What a program finishes of a product: `rows` rows from `row` on, `features` from `feature` on."""
+
+    row: Any
+    rows: int
+    feature: Any
+    features: int
+    turns: int  # of the loop over its inputs
+    owned: Any  # whether the program finishes any
+
+
+class Epilogue(NamedTuple):
+    """What a program does with its tile of the product before it leaves.
+
+    `scratch(rows, features)` is the memory that it needs. `begin(refs, scratch, tile)` starts to load what it needs;
+    of the two functions that it returns one is called in each turn of the loop, the other with the rounded tile.
+    """
+
+    scratch: Callable[[int, int], Any]
+    begin: Callable[[Any, Any, Tile], tuple[Callable[[Any], None], Callable[[Any], None]]]
+
+
 def swizzled(bits: int, line: int) -> tuple[Any, ...]:
     """Transforms of tiles of 8 lines; that of the lines is the last."""
     swizzle = plgpu.SwizzleTransform(line * bits // 8)  # pyright: ignore[reportAbstractUsage]
@@ -33,7 +55,11 @@ def swizzled(bits: int, line: int) -> tuple[Any, ...]:
 
 
 def rows_matmul_kernel(
-    sizes: Sizes, config: MatmulConfig, dtype: Any, interpreted: bool
+    sizes: Sizes,
+    config: MatmulConfig,
+    dtype: Any,
+    interpreted: bool,
+    epilogue: Epilogue | None = None,
 ) -> Callable:
     """A cluster of programs per tile of features and rows, each with its share of the inputs.
 
@@ -51,14 +77,13 @@ def rows_matmul_kernel(
     boxes = range(0, config.features, box)
 
     def rows_matmul_kernel(*refs):
-        x, weight, *rest = refs
-        residual: Any = rest[0] if len(rest) == 2 else None
-        y = rest[-1]
+        x, weight, *rest, y = refs
+        residual: Any = rest[0] if rest and epilogue is None else None
         start = lax.axis_index("features") * config.features
         row = lax.axis_index("rows") * config.rows
         rank = lax.axis_index("part") if split > 1 and not interpreted else 0
 
-        def body(memory, out: Any, kept: Any, loaded, more, summed):
+        def body(memory, out: Any, kept: Any, loaded, more, summed, scratch):
             # Views of one memory: of the tensor cores, of copies, and of what follows the product.
             (ws, xs), (w_copy, x_copy), later = (memory, memory, None) if interpreted else memory
             out, sums = (later, None) if out is None else (out, later)
@@ -74,13 +99,15 @@ def rows_matmul_kernel(
                     source = x.at[pl.ds(row, config.rows), pl.ds(first + at, line)]
                     plgpu.copy_gmem_to_smem(source, x_copy.at[slot, k], loaded.at[slot])
 
-            def multiply(part):
+            def multiply(part, turn=None):
                 def walk(acc):
                     for chunk in range(min(stages, chunks)):
                         fetch(part, jnp.int32(chunk))
 
                     @pl.loop(0, chunks)
                     def _(chunk):
+                        if turn is not None:
+                            turn(chunk)
                         slot = lax.rem(chunk, stages)
                         plgpu.barrier_wait(loaded.at[slot])
                         for k in range(config.chunk):
@@ -114,6 +141,8 @@ def rows_matmul_kernel(
                     total = before + total.astype(dtype).astype(jnp.float32)
                 store(out.transpose((1, 0)), total.astype(y.dtype))
                 plgpu.commit_smem()
+                if end is not None:
+                    end(out)
                 for piece in boxes:
                     at = pl.ds(row + rank * own, own), pl.ds(start + piece, box)
                     plgpu.copy_smem_to_gmem(out.at[:, pl.ds(piece, box)], y.at[*at])
@@ -125,13 +154,17 @@ def rows_matmul_kernel(
             alone = sums is None
             if residual is not None:
                 pl.when(rank < owners)(fetch_residual)
+            turn = end = None
+            if epilogue is not None:
+                tile = Tile(row + rank * own, own, start, config.features, chunks, rank < owners)
+                turn, end = epilogue.begin(rest, scratch, tile)
             if alone:
-                total = multiply(0)
+                total = multiply(0, turn)
                 for part in range(1, split):
                     total = total + multiply(part)
                 finish(total)
             else:
-                total = multiply(rank)
+                total = multiply(rank, turn)
                 for owner in range(owners):
                     sums[owner] = total[:, owner * own : (owner + 1) * own]
                 plgpu.commit_smem()
@@ -175,6 +208,7 @@ def rows_matmul_kernel(
             plgpu.Barrier(num_arrivals=config.chunk * (1 + len(boxes)), num_barriers=stages),
             None if residual is None else plgpu.Barrier(num_arrivals=len(boxes)),
             None if alone else plgpu.ClusterBarrier(collective_axes=("part",)),
+            None if epilogue is None else epilogue.scratch(own, config.features),
         )
 
     return rows_matmul_kernel
@@ -190,33 +224,58 @@ def rows_matmul(
     interpret: Any = None,
 ) -> Float[Array, "R O"]:
     """`pallas_kernels.rows_matmul`, see `rows_matmul_kernel`."""
+    config = config or matmul_config(x.shape[0], *weight.shape)
+    if interpret and residual is not None:
+        residual = _padded(residual, padded_shape(x.shape[0], weight.shape[0], config))
+    more = () if residual is None else (residual,)
+    kept = dtype if residual is None else residual.dtype
+    return launch(x, weight, more, dtype=dtype, kept=kept, config=config, interpret=interpret)
+
+
+def launch(
+    x: Float[Array, "R I"] | Columns,
+    weight: Float[Array, "O I"],
+    more: tuple[Any, ...],
+    *,
+    dtype: Any,
+    kept: Any,
+    config: MatmulConfig,
+    epilogue: Epilogue | None = None,
+    interpret: Any = None,
+) -> Float[Array, "R O"]:
+    """The product rounded to `dtype` and kept as `kept`, with `more` operands for what follows it."""
     (rows, inputs), features = x.shape, weight.shape[0]
-    config = config or matmul_config(rows, features, inputs)
     source, first = parts(x)
     sizes = Sizes(inputs, first, matmul_line(inputs))
     grid = {"features": -(-features // config.features), "rows": -(-rows // config.rows)}
     shape = rows, features
     if interpret:  # copies clip what lies past an array's end, but interpretation raises
-        shape = grid["rows"] * config.rows, grid["features"] * config.features
+        shape = padded_shape(rows, features, config)
         source = _padded(source, (shape[0], source.shape[1]))
         weight = _padded(weight, (shape[1], inputs))
-        residual = None if residual is None else _padded(residual, shape)
-    kernel = rows_matmul_kernel(sizes, config, dtype, bool(interpret))
+    kernel = rows_matmul_kernel(sizes, config, dtype, bool(interpret), epilogue)
     cluster = {}
     if config.split > 1 and not interpret:
         cluster = {"cluster": (config.split,), "cluster_names": ("part",)}
     y = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(shape, dtype if residual is None else residual.dtype),
+        out_type=jax.ShapeDtypeStruct(shape, kept),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
         **cluster,
-    )(source, weight, *(() if residual is None else (residual,)))
+    )(source, weight, *more)
     return y[:rows, :features] if interpret else y
+
+
+def padded_shape(rows: int, features: int, config: MatmulConfig) -> tuple[int, int]:
+    """The sizes of a product in whole tiles."""
+    return -(-rows // config.rows) * config.rows, -(-features // config.features) * config.features
 
 
 def _padded(array: Array, shape: tuple[int, int]) -> Array:

@@ -18,7 +18,8 @@ from pallas_kernels.mosaic.blocks import read_block, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
 from pallas_kernels.mosaic.config import CausalConvConfig, causal_conv_config
-from pallas_kernels.mosaic.gates import float32, silu
+from pallas_kernels.mosaic.conv import weigh
+from pallas_kernels.mosaic.gates import float32
 from pallas_kernels.rows import Rows, live, writes
 
 NULL = -1  # in place of a row, where outputs are zero
@@ -95,10 +96,7 @@ def causal_conv(
                 return float32(token(start - kept + k) for k in range(kept))
 
             def convolve(seen):
-                total, *rest = [w * v for w, v in zip(weight, seen, strict=True)]
-                for term in (*rest, *float32(bias)):
-                    total = total + term
-                return (silu(total) if activation == "silu" else total).astype(y.dtype)
+                return weigh(seen, weight, float32(bias), activation).astype(y.dtype)
 
             def is_whole(piece):
                 return (piece + 1) * unroll <= size

@@ -32,7 +32,7 @@ def tile_layout(config: SelectiveConfig):
 
 
 def selective_step(
-    x: Float[Array, "R D"],
+    x: Float[Array, "R D"] | Columns,
     dt: Float[Array, "R D"],
     A: Float[Array, "D N"],
     B: Float[Array, "R N"] | Columns,
@@ -56,6 +56,7 @@ def selective_step(
     size = A.shape[1]
     config = config or selective_config(rows, channels, size)
     width = config.channels
+    dtype, (x, first_x) = x.dtype, parts(x)
     B, first_B = parts(B)
     C, first_C = parts(C)
     z, first_z = parts(z)
@@ -97,7 +98,7 @@ def selective_step(
         weights = [per_channel("skip"), per_channel("dt_bias")]
         tokens = [
             (
-                per_channel("x", row),
+                per_channel("x", row, first=first_x),
                 per_channel("dt", row),
                 per_channel("z", row, first=first_z),
                 per_state("B", row, first_B),
@@ -147,7 +148,7 @@ def selective_step(
         selective_step_kernel,
         operands,
         states,
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct((rows, channels), dtype),
         grid={"rows": rows // config.rows, "channels": channels // width},
         interpret=interpret,
     )

@@ -1,6 +1,6 @@
 """One token of Mamba-2's state space model, after the convolution."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -46,36 +46,31 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of a head's state, heads, groups and the rows of a tile; the first columns of dt and gate."""
+    """Sizes of a head's state, heads, groups and the rows of a tile; the first columns of operands."""
 
     heads: int
     width: int
     state: int
     groups: int
     rows: int
-    dt: int
-    gate: int
+    first: Mapping[str, int]
 
 
 def load_inputs(refs, tile: Tile, sizes: Sizes) -> Inputs:
     """The inputs of one tile."""
 
-    def vector(start, size, layout, name="xbc"):
-        return load(refs[name].at[tile.row, pl.ds(start, size)], layout)
+    def vector(name, start, size, layout):
+        return load(refs[name].at[tile.row, pl.ds(sizes.first[name] + start, size)], layout)
 
     def scalar(name):
         return None if refs[name] is None else refs[name][tile.head]
 
-    inner, per_group = sizes.heads * sizes.width, sizes.heads // sizes.groups
-    group = lax.div(tile.head, per_group) * sizes.state
-    first = tile.head * sizes.width + tile.start
-    x = vector(first, sizes.rows, BY_ROW)
-    gate = None
-    if refs["gate"] is not None:
-        gate = vector(sizes.gate + first, sizes.rows, BY_ROW, "gate")
-    B = vector(inner + group, sizes.state, BY_COLUMN)
-    C = vector(inner + sizes.groups * sizes.state + group, sizes.state, BY_COLUMN)
-    dt = refs["dt"][tile.row, sizes.dt + tile.head]
+    group = lax.div(tile.head, sizes.heads // sizes.groups) * sizes.state
+    start = tile.head * sizes.width + tile.start
+    x = vector("x", start, sizes.rows, BY_ROW)
+    gate = None if refs["gate"] is None else vector("gate", start, sizes.rows, BY_ROW)
+    B, C = (vector(name, group, sizes.state, BY_COLUMN) for name in "BC")
+    dt = refs["dt"][tile.row, sizes.first["dt"] + tile.head]
     return Inputs(x, B, C, dt, scalar("dt_bias"), scalar("A"), scalar("skip"), gate)
 
 
@@ -100,7 +95,7 @@ def tile_kernel(sizes: Sizes, dt_limit) -> Callable:
     """One program per tile, from the pool to registers and back."""
     shape = (sizes.rows, sizes.state)
 
-    def state_step_kernel(refs, states, y):
+    def ssd_step_kernel(refs, states, y):
         row, head = lax.axis_index("row"), lax.axis_index("head")
         tile = Tile(row, head, lax.axis_index("part") * sizes.rows)
         part = pl.ds(tile.start, sizes.rows)
@@ -124,13 +119,15 @@ def tile_kernel(sizes: Sizes, dt_limit) -> Callable:
         def _():
             store(y.at[row, outputs], splat(0.0, (sizes.rows,), BY_ROW, y.dtype))
 
-    return state_step_kernel
+    return ssd_step_kernel
 
 
-def state_step(
-    xbc: Float[Array, "R DC"],
+def ssd_step(
+    x: Float[Array, "R H P"] | Columns,
     dt: Float[Array, "R H"] | Columns,
     A: Float[Array, "H"],
+    B: Float[Array, "R G N"] | Columns,
+    C: Float[Array, "R G N"] | Columns,
     skip: Float[Array, "H"] | None,
     dt_bias: Float[Array, "H"] | None,
     states: Float[Array, "layers blocks H P N"],
@@ -139,31 +136,30 @@ def state_step(
     write_ids: Int[Array, "R"],
     gate: Float[Array, "R HP"] | Columns | None = None,
     *,
-    n_groups: int,
     dt_limit: tuple[float, float] = NO_LIMIT,
     config: StateConfig | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "R H P"], Float[Array, "layers blocks H P N"]]:
-    """`ssd` of one token a row, from the convolution's output; see `pallas_kernels.mamba2_step`."""
+    """`pallas_kernels.ssd_step`, one program per tile of a head's state."""
     heads, width, size = states.shape[2:]
-    rows = xbc.shape[0]
+    rows, groups, dtype = x.shape[0], B.shape[1], x.dtype
     config = config or state_config(rows, heads, width, size)
-    dt, first_dt = parts(dt)
-    gate, first_gate = parts(gate)
-    sizes = Sizes(heads, width, size, n_groups, config.rows, first_dt, first_gate)
+    matrices, first = {}, {}
+    for name, operand in {"x": x, "dt": dt, "B": B, "C": C, "gate": gate}.items():
+        array, first[name] = parts(operand)
+        matrices[name] = None if array is None else array.reshape((rows, -1))
+    sizes = Sizes(heads, width, size, groups, config.rows, first)
     operands = {
         "layer": scalar_operand(layer),
         "read_ids": read_ids,
         "write_ids": write_ids,
-        "xbc": xbc,
-        "dt": dt,
+        **matrices,
         "A": A,
         "skip": skip,
         "dt_bias": dt_bias,
-        "gate": gate,
     }
     # Flat, so that XLA finds one reduction over all channels in the norm that follows.
-    out = jax.ShapeDtypeStruct((rows, heads * width), xbc.dtype)
+    out = jax.ShapeDtypeStruct((rows, heads * width), dtype)
     grid = {"row": rows, "head": heads, "part": width // config.rows}
     kernel = tile_kernel(sizes, dt_limit)
     y, states = call(kernel, operands, states, out, grid=grid, interpret=interpret)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.columns import Columns
+from pallas_kernels.mosaic.config import projected_conv_config
 from pallas_kernels.rows import CHUNK
 
 MOST_TAPS = 8
@@ -75,6 +76,25 @@ def _matmul_reason(x, weight, **_: Any) -> str | None:
     return None
 
 
+def _projected_conv_reason(x, weight, conv_weight, windows, first, **_: Any) -> str | None:
+    taps, channels = conv_weight.shape
+    if windows.dtype != x.dtype:
+        return f"it keeps windows in the dtype of x, {x.dtype}, and these are {windows.dtype}"
+    if not 2 <= taps <= MOST_TAPS:
+        return f"it keeps windows of 2 to {MOST_TAPS} taps, got {taps}"
+    reason = _matmul_reason(x, weight)
+    if reason:
+        return reason
+    features, inputs = weight.shape
+    tile = projected_conv_config(x.shape[0], features, inputs, taps).features
+    if first % tile or channels % tile:
+        return (
+            f"a program's {tile} features are all convolved or none, got {channels} channels from"
+            f" {first} on"
+        )
+    return None
+
+
 def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
     """Why the shapes do not fit the kernels' tiles; None if they do."""
     if op == "fill_blocks":
@@ -113,13 +133,14 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
         return None
     if op == "ssd":
         return _ssd_reason(operands)
-    taps, channels = operands["conv_weight"].shape
+    if op == "projected_conv_step":
+        return _projected_conv_reason(**operands)
     _, width, size = operands["states"].shape[2:]
     if width % 16 or size % 32 or size > 512:
         return (
             f"it needs heads of a multiple of 16 by a multiple of 32 to 512, got {width} by {size}"
         )
-    return _conv_reason(channels, taps)
+    return None
 
 
 def _columns_reason(operands: Mapping[str, Any]) -> str | None:

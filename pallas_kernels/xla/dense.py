@@ -1,10 +1,12 @@
-"""Products of few rows with a matrix, and norms of rows."""
+"""Products of few rows with a matrix, one convolved, and norms of rows."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.xla.conv import conv_step
 
 
 def rows_matmul(
@@ -20,6 +22,28 @@ def rows_matmul(
     contracted = ((1,), (1,)), ((), ())
     y = lax.dot_general(x, weight, contracted, precision=exact, preferred_element_type=dtype)
     return y if residual is None else residual + y.astype(residual.dtype)
+
+
+def projected_conv_step(
+    x: Float[Array, "R I"],
+    weight: Float[Array, "O I"],
+    conv_weight: Float[Array, "K D"],
+    conv_bias: Float[Array, "D"] | None,
+    windows: Float[Array, "layers blocks K-1 D"],
+    layer: int | Int[Array, ""],
+    read_ids: Int[Array, "R"],
+    write_ids: Int[Array, "R"],
+    *,
+    first: int,
+    activation: str | None = None,
+) -> tuple[Float[Array, "R O"], Float[Array, "layers blocks K-1 D"]]:
+    """`pallas_kernels.projected_conv_step`: one after the other."""
+    y, last = rows_matmul(x, weight, dtype=x.dtype), first + conv_weight.shape[1]
+    convolved, windows = conv_step(
+        y[:, first:last], conv_weight, conv_bias, windows, layer, read_ids, write_ids,
+        activation=activation,
+    )  # fmt: skip
+    return jnp.concatenate([y[:, :first], convolved, y[:, last:]], axis=1), windows
 
 
 def rms_norm(

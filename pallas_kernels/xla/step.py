@@ -1,47 +1,33 @@
-"""Mamba-2's one-token step: conv step, state step and skip."""
+"""Mamba-2's one-token step: state, skip and gate."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import read_blocks, write_blocks
-from pallas_kernels.xla.conv import conv_step
 from pallas_kernels.xla.gates import NO_LIMIT, live_outputs, step_size
 
 
-def mamba2_step(
-    xbc: Float[Array, "R DC"],
+def ssd_step(
+    x: Float[Array, "R H P"],
     dt: Float[Array, "R H"],
-    conv_weight: Float[Array, "K DC"],
-    conv_bias: Float[Array, "DC"] | None,
     A: Float[Array, "H"],
+    B: Float[Array, "R G N"],
+    C: Float[Array, "R G N"],
     skip: Float[Array, "H"] | None,
     dt_bias: Float[Array, "H"] | None,
-    windows: Float[Array, "layers blocks K-1 DC"],
     states: Float[Array, "layers blocks H P N"],
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
     gate: Float[Array, "R HP"] | None = None,
     *,
-    n_groups: int,
     dt_limit: tuple[float, float] = NO_LIMIT,
-    activation: str | None = "silu",
-) -> tuple[
-    Float[Array, "R H P"],
-    Float[Array, "layers blocks K-1 DC"],
-    Float[Array, "layers blocks H P N"],
-]:
-    """`pallas_kernels.mamba2_step` in XLA."""
-    xbc, windows = conv_step(
-        xbc, conv_weight, conv_bias, windows, layer, read_ids, write_ids, activation=activation
-    )
-    count, (heads, width, size) = xbc.shape[0], states.shape[2:]
-    x, B, C = jnp.split(
-        xbc.astype(jnp.float32), [heads * width, heads * width + n_groups * size], axis=-1
-    )
-    x = x.reshape((count, n_groups, heads // n_groups, width))
-    B, C = (v.reshape((count, n_groups, 1, 1, size)) for v in (B, C))
+) -> tuple[Float[Array, "R H P"], Float[Array, "layers blocks H P N"]]:
+    """`pallas_kernels.ssd_step` in XLA."""
+    shape, dtype, (_, groups, size) = x.shape, x.dtype, B.shape
+    x = x.astype(jnp.float32).reshape((shape[0], groups, -1, shape[2]))
+    B, C = (v.astype(jnp.float32)[:, :, None, None] for v in (B, C))
     dt = step_size(dt, dt_bias, dt_limit)
     decay = jnp.exp(dt * A.astype(jnp.float32)).reshape(x.shape[:3])
 
@@ -51,9 +37,8 @@ def mamba2_step(
     y = jnp.sum(h * C, axis=-1)
     if skip is not None:
         y = y + skip.astype(jnp.float32).reshape((*x.shape[1:3], 1)) * x
-    y = y.reshape((count, heads, width))
+    y = y.reshape(shape)
     if gate is not None:
         y = y * jax.nn.silu(gate.astype(jnp.float32)).reshape(y.shape)
-    y = live_outputs(y, write_ids != 0)
-    h = h.reshape((count, heads, width, size))
-    return y.astype(xbc.dtype), windows, write_blocks(states, layer, write_ids, h)
+    y = live_outputs(y, write_ids != 0).astype(dtype)
+    return y, write_blocks(states, layer, write_ids, h.reshape((*shape, size)))

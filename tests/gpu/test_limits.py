@@ -13,6 +13,7 @@ from tests.kernels.test_cases import check, op_of, written
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 MAMBA, MAMBA2 = {"D": 5120, "N": 16}, {"H": 80, "P": 64, "G": 1, "N": 128}
+PROJECTED = {"I": 2560, "O": 10576, "D": 5376, "K": 4}
 RAGGED = (1, 130, 64, 0, 257, 63, 77, 5)
 HALF = {"dtype": "bfloat16"}
 # At the sizes of real models: rows that start fresh, go on in place, fork and are null.
@@ -22,7 +23,15 @@ REAL = {
         Case("causal_conv", {"D": 5376, "K": 4}, RAGGED, 7, 2, **HALF, state_dtype="bfloat16"),
         Case("conv_step", {"D": 5376, "K": 4}, (1,) * 33, **HALF, state_dtype="bfloat16"),
         Case("selective_step", MAMBA, (1,) * 33, **HALF),
-        Case("mamba2_step", {**MAMBA2, "K": 4}, (1,) * 33, **HALF),
+        Case("ssd_step", MAMBA2, (1,) * 33, **HALF),
+        Case(
+            "projected_conv_step",
+            PROJECTED,
+            (1,) * 33,
+            options={"first": 5120},
+            **HALF,
+            state_dtype="bfloat16",
+        ),
         Case("selective_scan", MAMBA, RAGGED, 7, 2, **HALF),
         Case("ssd", MAMBA2, RAGGED, 7, 2, **HALF),
     )
@@ -102,7 +111,7 @@ def test_a_row_of_65536_tokens_equals_the_loops(case):
 
 STEPS = (
     Case("selective_step", {"D": 256, "N": 16}, (1,) * 6),
-    Case("mamba2_step", {"H": 4, "P": 32, "G": 2, "N": 32, "K": 4}, (1,) * 6),
+    Case("ssd_step", {"H": 4, "P": 32, "G": 2, "N": 32}, (1,) * 6),
     Case("selective_scan", {"D": 64, "N": 16}, (70, 3, 40), 1, 2),
     Case("selective_scan", {"D": 64, "N": 16}, (70, 3, 40), 1, 2, **HALF),
     Case("ssd", {"H": 2, "P": 64, "G": 1, "N": 64}, (70, 3, 40), 1, 2, **HALF),

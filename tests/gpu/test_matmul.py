@@ -7,6 +7,7 @@ import pytest
 
 import pallas_kernels as pk
 from pallas_kernels import mosaic
+from pallas_kernels.cases import Case, make_operands
 from pallas_kernels.mosaic import support
 from tests.kernels.test_matmul import (
     MATRICES,
@@ -17,6 +18,8 @@ from tests.kernels.test_matmul import (
     make_norm,
     make_product,
 )
+from tests.kernels.test_projected_conv import MATRICES as CONVOLVED
+from tests.kernels.test_projected_conv import apart, bits
 
 pytestmark = pytest.mark.gpu
 
@@ -52,3 +55,18 @@ def test_rows_have_the_same_bits_in_any_company(matrix, rows):
 def test_norms_equal_float64(dtype):
     operands = make_norm(dtype, rows=64, size=2560)
     check_norm(operands, pk.rms_norm(**operands, eps=0.1, implementation="mosaic"))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 20, 64])
+@pytest.mark.parametrize("matrix", CONVOLVED, ids=repr)
+def test_a_projection_with_a_convolution_has_the_bits_of_both(matrix, rows):
+    (first, sizes), half = matrix, {"dtype": "bfloat16", "state_dtype": "bfloat16"}
+    sizes = dict(zip("IODK", sizes, strict=True))
+    case = Case("projected_conv_step", sizes, (1,) * rows, **half, options={"first": first})
+    operands = make_operands(case)
+    arrays = {name: value for name, value in operands.items() if name != "first"}
+    call = jax.jit(lambda arrays: pk.projected_conv_step(**arrays, first=first, activation="silu"))
+    assert call.lower(arrays).as_text().count("mosaic_gpu_v2") == 1
+    together = call(arrays)
+    for ours, theirs in zip(bits(together), bits(apart(operands, None, None)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -93,32 +93,21 @@ def selective_step(read_ids, write_ids, **operands):
     return selective_scan(**operands, rows=_one_token(read_ids, write_ids))
 
 
-def mamba2_step(
-    xbc,
-    dt,
-    conv_weight,
-    conv_bias,
-    A,
-    skip,
-    dt_bias,
-    windows,
-    states,
-    layer,
-    read_ids,
-    write_ids,
-    n_groups,
-    gate=None,
-    dt_limit=(0.0, np.inf),
-    activation="silu",
-):
-    rows = _one_token(read_ids, write_ids)
-    y, windows = causal_conv(xbc, conv_weight, conv_bias, windows, layer, rows, activation)
-    y = np.asarray(y, np.float32).astype(xbc.dtype)  # the conv's output has the dtype of its input
-    count, (heads, width, size) = len(y), states.shape[2:]
-    x = y[:, : heads * width].reshape(count, heads, width)
-    B = y[:, heads * width : heads * width + n_groups * size].reshape(count, n_groups, size)
-    C = y[:, heads * width + n_groups * size :].reshape(count, n_groups, size)
-    y, states = ssd(x, dt, A, B, C, skip, dt_bias, states, layer, rows, dt_limit)
+def ssd_step(read_ids, write_ids, gate=None, **operands):
+    y, states = ssd(**operands, rows=_one_token(read_ids, write_ids))
     if gate is not None:
-        y = y * np.where(np.asarray(write_ids)[:, None] == 0, 0, silu(_f64(gate))).reshape(y.shape)
-    return y, windows, states
+        live = np.asarray(write_ids)[:, None] != 0
+        y = y * np.where(live, silu(_f64(gate)), 0).reshape(y.shape)
+    return y, states
+
+
+def projected_conv_step(
+    x, weight, conv_weight, conv_bias, windows, layer, read_ids, write_ids, first, activation=None
+):
+    y = _f64(x) @ _f64(weight).T
+    # What is convolved has the dtype of the input.
+    inner = y[:, first : first + conv_weight.shape[1]].astype(np.float32).astype(x.dtype)
+    rows = _one_token(read_ids, write_ids)
+    inner, windows = causal_conv(inner, conv_weight, conv_bias, windows, layer, rows, activation)
+    y[:, first : first + inner.shape[1]] = inner
+    return y, windows

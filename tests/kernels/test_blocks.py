@@ -5,14 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
-    cases,
-    copy_blocks,
-    fill_blocks,
-    mamba2_step,
-    read_blocks,
-    write_blocks,
-)
+from pallas_kernels import cases, copy_blocks, fill_blocks, read_blocks, ssd_step, write_blocks
 
 STRAY = [-1, -4, -5, 4, 5, 2**31 - 1, -(2**31)]
 
@@ -111,8 +104,8 @@ def test_null_is_null_whatever_the_width_of_its_id(dtype):
         fill_blocks(large, null, 5.0),
     ):
         assert (np.asarray(after) == 1).all()
-    case = next(c for c in cases.TESTS if c.op == "mamba2_step")
+    case = next(c for c in cases.TESTS if c.op == "ssd_step")
     operands = cases.make_operands(case)
     narrow = {k: operands[k].astype(dtype) for k in ("read_ids", "write_ids")}
-    for ours, wide in zip(mamba2_step(**operands | narrow), mamba2_step(**operands), strict=True):
+    for ours, wide in zip(ssd_step(**operands | narrow), ssd_step(**operands), strict=True):
         np.testing.assert_array_equal(ours, wide)

@@ -16,7 +16,8 @@ from pallas_kernels.mosaic import support
 
 CONV = Case("causal_conv", {"D": 6, "K": 4}, (5, 2))
 SSD = Case("ssd", {"H": 4, "P": 2, "G": 2, "N": 3}, (5, 2))
-STEP = Case("mamba2_step", {"H": 4, "P": 2, "G": 2, "N": 3, "K": 4}, (1, 1))
+STEP = Case("ssd_step", {"H": 4, "P": 2, "G": 2, "N": 3}, (1, 1))
+FUSED = Case("projected_conv_step", {"I": 3, "O": 8, "D": 6, "K": 4}, (1, 1), options={"first": 2})
 
 
 def test_an_unknown_implementation_names_the_choices():
@@ -65,8 +66,8 @@ def test_a_declined_call_gives_the_reason(picky):
         (SSD, {"x": (7, 8)}, r"ssd: x must have shape \[T, H, P\] = \[7, 8, P\], got \[7, 8\]"),
         (SSD, {"states": (2, 9, 4, 3, 2)}, r"states must .* = \[2, 9, 4, 2, 3\], got \[2, 9, 4, 3, 2\]"),
         (CONV, {"windows": (2, 9, 4, 6)}, r"\[_, _, K-1, D\] = \[2, 9, 3, 6\], got \[2, 9, 4, 6\]"),
-        (STEP, {"xbc": (2, 21), "conv_weight": (4, 21), "conv_bias": (21,), "windows": (2, 7, 3, 21)},
-         r"xbc must have H P \+ 2 G N = 20 channels .* got 21"),
+        (STEP, {"gate": (2, 7)}, "gate must have H P = 8 columns, got 7"),
+        (FUSED, {"weight": (7, 3)}, "6 channels from column 2 on are not within 7 columns"),
     ],
 )  # fmt: skip
 def test_shapes_that_do_not_fit_are_refused(case, change, message):
@@ -89,7 +90,7 @@ def test_rows_that_do_not_fit_are_refused():
 def test_ids_of_a_step_that_do_not_fit_are_refused():
     operands = make_operands(STEP)
     with pytest.raises(ValueError, match=r"write_ids must have shape \[R\] = \[2\], got \(3,\)"):
-        pk.mamba2_step(**operands | {"write_ids": jnp.ones(3, jnp.int32)})
+        pk.ssd_step(**operands | {"write_ids": jnp.ones(3, jnp.int32)})
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,8 @@ def test_ids_of_a_step_that_do_not_fit_are_refused():
         (CONV, {"activation": "gelu"}, "unknown activation 'gelu'; use 'silu' or None"),
         (SSD, {"chunk": 0}, "chunk must be at least 1, got 0"),
         (SSD, {"dt_limit": (2.0, 1.0)}, r"dt_limit must satisfy 0 <= low <= high, got \(2.0, 1.0\)"),
-        (STEP, {"n_groups": 3}, "4 heads cannot be shared evenly by 3 groups"),
+        (FUSED, {"first": -1}, "6 channels from column -1 on are not within 8 columns"),
+        (FUSED, {"activation": "gelu"}, "unknown activation 'gelu'"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit_are_refused(case, option, message):
@@ -139,22 +141,21 @@ def test_what_was_chosen_is_told_with_the_reason(picky):
 @pytest.mark.parametrize("implementation", dispatch.PORTABLE)
 def test_columns_of_a_wider_array_are_an_operand(implementation):
     operands = make_operands(STEP)
-    matrices = {name: operands[name] for name in ("gate", "xbc", "dt")}
+    matrices = {name: operands[name].reshape((2, -1)) for name in ("gate", "x", "B", "C", "dt")}
     widths = [value.shape[1] for value in matrices.values()]
     wide = jnp.concatenate(list(matrices.values()), axis=1)
-    parts = dict(zip(matrices, pk.split(wide, *widths), strict=True))
-    step = jax.jit(
-        lambda operands: pk.mamba2_step(**operands, n_groups=2, implementation=implementation)
-    )
-    operands.pop("n_groups")
-    chex.assert_trees_all_equal(step({**operands, **parts}), step(operands))
+    gate, inner, dt = pk.split(wide, widths[0], sum(widths[1:4]), widths[4])
+    x, B, C = pk.split(inner, *widths[1:4])
+    parts = {"gate": gate, "x": x.reshaped(4, 2), "B": B.reshaped(2, 3), "C": C.reshaped(2, 3)}
+    step = jax.jit(lambda operands: pk.ssd_step(**operands, implementation=implementation))
+    chex.assert_trees_all_equal(step({**operands, **parts, "dt": dt}), step(operands))
     with pytest.raises(ValueError, match=r"parts of \(3, 4\) columns do not make 32"):
         pk.split(wide, 3, 4)
     short = pk.Columns(wide, 0, 7)
-    with pytest.raises(ValueError, match=r"must have shape \[K, DC\] = \[4, 7\]"):
-        pk.mamba2_step(**{**operands, "xbc": short}, n_groups=2)
+    with pytest.raises(ValueError, match=r"must have shape \[R, H\] = \[2, 4\]"):
+        pk.ssd_step(**{**operands, "dt": short})
     with pytest.raises(ValueError, match="gate must have H P = 8 columns, got 7"):
-        pk.mamba2_step(**{**operands, "gate": short}, n_groups=2)
+        pk.ssd_step(**{**operands, "gate": short})
 
 
 def test_columns_have_the_shape_that_they_are_given():

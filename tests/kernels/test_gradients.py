@@ -19,7 +19,8 @@ CASES = [
     Case("causal_conv", {"D": 6, "K": 4}, (5, 2, 9), 0, 1, options={"activation": "silu"}),
     Case("selective_scan", {"D": 6, "N": 3}, (5, 2, 9), 0, 1),
     Case("ssd", MAMBA2, (5, 2, 9), 0, 1, options={"chunk": 4, "dt_limit": (0.2, 1.5)}),
-    Case("mamba2_step", {**MAMBA2, "K": 4}, (1,) * 3),
+    Case("ssd_step", MAMBA2, (1,) * 3),
+    Case("projected_conv_step", {"I": 3, "O": 8, "D": 6, "K": 4}, (1,) * 3, options={"first": 1}),
 ]
 
 

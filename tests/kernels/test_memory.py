@@ -20,7 +20,8 @@ CASES = [
     Case("ssd", SIZES, (9, 12), 3, 1, options={"chunk": 8}),
     Case("conv_step", {"D": 24, "K": 4}, (1,) * 4),
     Case("selective_step", {"D": 24, "N": 16}, (1,) * 4),
-    Case("mamba2_step", {**SIZES, "K": 4}, (1,) * 4),
+    Case("ssd_step", SIZES, (1,) * 4),
+    Case("projected_conv_step", {"I": 8, "O": 40, "D": 24, "K": 4}, (1,) * 4, options={"first": 8}),
 ]
 DECODE = [case for case in CASES if case.decode]
 
@@ -34,7 +35,7 @@ def pool_copies(compiled, pools) -> list[str]:
 
 def split(case):
     operands = make_operands(case, layers=LAYERS, blocks=BLOCKS)
-    static = {k: operands.pop(k) for k in (*case.options, "n_groups", "layer") if k in operands}
+    static = {k: operands.pop(k) for k in (*case.options, "layer") if k in operands}
     static.pop("layer")
     # A copy, since an array that borrows numpy's memory cannot be updated in place.
     pools = {k: jnp.copy(operands.pop(k)) for k in POOLS if k in operands}

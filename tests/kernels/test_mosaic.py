@@ -20,7 +20,7 @@ INTERPRET = plgpu.InterpretGPUParams()
 ROWS = (1,) * 6
 CONV = {"D": 256, "K": 4}
 MAMBA = {"D": 256, "N": 16}
-MAMBA2 = {"H": 4, "P": 32, "G": 2, "N": 32, "K": 4}
+MAMBA2 = {"H": 4, "P": 32, "G": 2, "N": 32}
 LIMIT = {"dt_limit": (0.1, 0.9)}
 HALF = {"dtype": "bfloat16", "state_dtype": "bfloat16"}
 
@@ -33,15 +33,9 @@ CALLS = (
         Case("selective_step", {"D": 128, "N": 3}, ROWS, absent=("skip", "z", "dt_bias"), **HALF),
         SelectiveConfig(1, rows=2),
     ),
-    (Case("mamba2_step", MAMBA2, ROWS, options=LIMIT), StateConfig(16)),
-    (
-        Case("mamba2_step", MAMBA2, ROWS, absent=("conv_bias", "skip", "dt_bias", "gate"), **HALF),
-        StateConfig(32),
-    ),
-    (
-        Case("mamba2_step", MAMBA2, ROWS, options={"activation": None}, dtype="bfloat16"),
-        StateConfig(32),
-    ),
+    (Case("ssd_step", MAMBA2, ROWS, options=LIMIT), StateConfig(16)),
+    (Case("ssd_step", MAMBA2, ROWS, absent=("skip", "dt_bias", "gate"), **HALF), StateConfig(32)),
+    (Case("ssd_step", MAMBA2, ROWS, dtype="bfloat16"), StateConfig(32)),
 )
 
 
@@ -113,15 +107,14 @@ def test_a_kernel_differentiates_like_its_xla_twin():
 SIZES = {
     "conv_step": {"D": 5376, "K": 4},
     "selective_step": {"D": 5120, "N": 16},
-    "mamba2_step": {"H": 80, "P": 64, "G": 1, "N": 128, "K": 4},
+    "ssd_step": {"H": 80, "P": 64, "G": 1, "N": 128},
 }
 
 
 def abstract_operands(op: str, rows: int, state_dtype: str = "float32"):
-    """Shapes of a call's operands, without their memory, and its options."""
+    """Shapes of a call's operands, without their memory."""
     sizes = {"T": rows, **SIZES[op]}
-    if op == "mamba2_step":
-        sizes |= {"K-1": 3, "DC": 80 * 64 + 2 * 128, "HP": 80 * 64}
+    sizes["HP"] = 80 * 64
     shapes = {"layer": jax.ShapeDtypeStruct((), jnp.int32)}
     for name, dims in cases.SHAPES[op].items():
         shape = tuple(sizes.get(dim, 3) for dim in dims.split())
@@ -130,8 +123,7 @@ def abstract_operands(op: str, rows: int, state_dtype: str = "float32"):
             shape, dtype = (3, rows + 1, *shape), state_dtype
         shapes[name] = jax.ShapeDtypeStruct(shape, dtype)
     ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    static = {"n_groups": 1} if op == "mamba2_step" else {}
-    return shapes | {"read_ids": ids, "write_ids": ids}, static
+    return shapes | {"read_ids": ids, "write_ids": ids}
 
 
 def lower(op: str, shapes, layers: int = 1, **options) -> str:
@@ -163,21 +155,18 @@ CHOICES = (
     ("selective_step", SelectiveConfig(1)),
     ("selective_step", SelectiveConfig(2, lanes=4)),
     ("selective_step", SelectiveConfig(4, lanes=4, rows=2)),
-    ("mamba2_step", StateConfig(16)),
-    ("mamba2_step", StateConfig(32)),
-    ("mamba2_step", StateConfig(64)),
+    ("ssd_step", StateConfig(16)),
+    ("ssd_step", StateConfig(32)),
+    ("ssd_step", StateConfig(64)),
 )
 
 
 @pytest.mark.parametrize(("op", "chosen"), CHOICES, ids=repr)
 def test_a_kernel_lowers_for_cuda_in_place_and_once_for_all_layers(op, chosen):
-    shapes, static = abstract_operands(op, 8)
-    kernels = pools = 2 if op == "mamba2_step" else 1
-    text = lower(op, shapes, layers=3, config=chosen, **static)
-    calls = re.findall(r"custom_call @mosaic_gpu_v2.*", text)
-    assert len(calls) == kernels
-    assert all("output_operand_alias" in call for call in calls)
-    assert text.count("tf.aliasing_output") == pools
+    text = lower(op, abstract_operands(op, 8), layers=3, config=chosen)
+    (call,) = re.findall(r"custom_call @mosaic_gpu_v2.*", text)
+    assert "output_operand_alias" in call
+    assert text.count("tf.aliasing_output") == 1
 
 
 def test_filling_lowers_for_cuda_in_place():
@@ -193,16 +182,16 @@ def test_filling_lowers_for_cuda_in_place():
 @pytest.mark.parametrize("rows", [1, 8, 32, 128])
 @pytest.mark.parametrize("op", SIZES)
 def test_the_chosen_configuration_lowers(op, rows):
-    shapes, static = abstract_operands(op, rows, state_dtype="bfloat16")
-    assert "mosaic_gpu_v2" in lower(op, shapes, **static)
+    shapes = abstract_operands(op, rows, state_dtype="bfloat16")
+    assert "mosaic_gpu_v2" in lower(op, shapes)
 
 
 def test_a_hopper_gpu_is_given_the_kernels(monkeypatch):
     monkeypatch.setattr(support, "device_reason", lambda: None)
-    operands, static = abstract_operands("mamba2_step", 1)
-    step = jax.jit(lambda operands: pallas_kernels.mamba2_step(**operands, **static))
+    operands = abstract_operands("ssd_step", 1)
+    step = jax.jit(lambda operands: pallas_kernels.ssd_step(**operands))
     text = step.trace(operands).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu_v2") == 2
+    assert text.count("custom_call @mosaic_gpu_v2") == 1
 
 
 # Choices ---------------------------------------------------------------------------------------
@@ -246,10 +235,9 @@ def test_reasons_name_what_does_not_fit():
     assert reason("selective_step", D=256) is None
     assert "multiple of 128 channels, got 96" in str(reason("selective_step", D=96))
     assert "at most 32 of them, got 64" in str(reason("selective_step", D=256, N=64))
-    assert reason("mamba2_step", H=4, P=32, N=64) is None
-    assert "got 24 by 64" in str(reason("mamba2_step", H=4, P=24, N=64))
-    assert "got 32 by 48" in str(reason("mamba2_step", H=4, P=32, N=48))
-    assert "multiple of 128 channels, got 192" in str(reason("mamba2_step", H=4, P=32, N=32))
+    assert reason("ssd_step", H=4, P=32, N=64) is None
+    assert "got 24 by 64" in str(reason("ssd_step", H=4, P=24, N=64))
+    assert "got 32 by 48" in str(reason("ssd_step", H=4, P=32, N=48))
 
 
 def test_a_cpu_and_other_ops_are_declined_with_a_reason():

@@ -105,11 +105,9 @@ def test_dt_limit_holds_in_prefill_and_in_decode(implementation):
             2 * one, dt, -jnp.ones(1), one, one, None, None, pool, 0, decode_rows(*ids), **options
         )
         assert y.item() == 2 * step
-        xbc = jnp.asarray([[2.0, 1.0, 1.0]])
-        y, _, _ = pk.mamba2_step(
-            xbc, dt, jnp.ones((2, 3)), None, -jnp.ones(1), None, None,
-            jnp.full((1, 2, 1, 3), np.nan), pool, 0, *ids, n_groups=1, activation=None, **options,
-        )  # fmt: skip
+        y, _ = pk.ssd_step(
+            2 * one, dt, -jnp.ones(1), one, one, None, None, pool, 0, *ids, **options
+        )
         assert y.item() == 2 * step
 
 
@@ -164,23 +162,27 @@ def test_br127_br40_prefill_then_steps_equals_the_whole(sequence):
 
 
 def test_br127_steps_do_not_drift_with_length():
-    """130 steps of the fused step against float64 loops."""
-    sizes = {"H": 2, "P": 4, "G": 1, "N": 8, "K": 4}
-    operands = make_operands(Case("mamba2_step", sizes, (1,)), seed=8)
-    n_groups = operands.pop("n_groups")
+    """130 steps of convolution and state against float64 loops."""
+    operands = make_operands(Case("ssd_step", {"H": 2, "P": 4, "G": 1, "N": 8}, (1,)), seed=8)
+    kernel = make_operands(Case("conv_step", {"D": 24, "K": 4}, (1,)), seed=8)
+    operands |= {name: kernel[name] for name in ("weight", "bias", "windows")}
     ids = jnp.ones(1, jnp.int32)
     rng = np.random.default_rng(9)
-    xbc = rng.normal(size=(LENGTH, operands["xbc"].shape[1])).astype(np.float32)
+    xbc = rng.normal(size=(LENGTH, 24)).astype(np.float32)
     dt = rng.normal(size=(LENGTH, 2)).astype(np.float32)
     pools = (jnp.zeros_like(operands["windows"]), jnp.zeros_like(operands["states"]))
-    fixed = ("conv_weight", "conv_bias", "A", "skip", "dt_bias")
+    fixed = ("weight", "bias", "A", "skip", "dt_bias")
 
     def step(pools, token):
-        y, *pools = pk.mamba2_step(
-            token[0][None], token[1][None], *(operands[k] for k in fixed), *pools, 1, ids, ids,
-            n_groups=n_groups,
-        )  # fmt: skip
-        return tuple(pools), y[0]
+        weight, bias, A, skip, dt_bias = (operands[name] for name in fixed)
+        windows, states = pools
+        conv, windows = pk.conv_step(
+            token[0][None], weight, bias, windows, 1, ids, ids, activation="silu"
+        )
+        x, B, C = pk.split(conv, 8, 8, 8)
+        x, B, C = x.reshaped(2, 4), B.reshaped(1, 8), C.reshaped(1, 8)
+        y, states = pk.ssd_step(x, token[1][None], A, B, C, skip, dt_bias, states, 1, ids, ids)
+        return (windows, states), y[0]
 
     _, y = jax.jit(lambda pools, tokens: jax.lax.scan(step, pools, tokens))(pools, (xbc, dt))
     none = np.zeros((1, 0), int)
