@@ -6,6 +6,7 @@ Floats and unsigned numbers go by their bits, truth values as 0 and 1. What nobo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -40,7 +41,21 @@ class Packing:
         Each device's share is then that of its rank.
         """
         plans = plans if self.poison else [changed(plan, freed={}) for plan in plans]
-        return np.concatenate([_bits(x).ravel() for plan in plans for x in jax.tree.leaves(plan)])
+        nulls, packed_null = self._packed
+        packed, at = np.tile(packed_null, len(plans)), 0
+        for plan in plans:
+            for array, null in zip(jax.tree.leaves(plan), nulls, strict=True):
+                # What is everybody's is there already.
+                if array is not null:
+                    packed[at : at + array.size] = _bits(array).ravel()
+                at += array.size
+        return packed
+
+    @functools.cached_property
+    def _packed(self) -> tuple[list[np.ndarray], np.ndarray]:
+        """The arrays of the null plan, one by one and as one."""
+        nulls = jax.tree.leaves(self.null)
+        return nulls, np.concatenate([_bits(array).ravel() for array in nulls])
 
     def unpack(self, packed: Int32[Array, "n"]) -> StepPlan:
         """One rank's plan again, on the device."""
