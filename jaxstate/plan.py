@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,8 +26,33 @@ from jaxstate.values import changed
 HostTables = dict[str, np.ndarray]
 """The host's copy of the block tables, `int32[rows, capacity]` per group."""
 
-Holders = list[str | None]
-"""Whose each row is while the plan runs; None for a null row."""
+
+class Holders(tuple[str | None, ...]):
+    """Whose each row is; None for a null row. Which rows are null is kept as an array, and not worked out by plan."""
+
+    vacant: np.ndarray
+
+    @classmethod
+    def of(cls, names: Iterable[str | None]) -> Holders:
+        """The names as they are if they are such a value already."""
+        if isinstance(names, cls):
+            return names
+        made = cls(names)
+        return made._with(np.array([name is None for name in made], bool))
+
+    def put(self, changes: Mapping[int, str | None]) -> Holders:
+        """The same but for the rows in `changes`."""
+        if not changes:
+            return self
+        names, vacant = list(self), self.vacant.copy()
+        for row, name in changes.items():
+            names[row], vacant[row] = name, name is None
+        return type(self)(names)._with(vacant)
+
+    def _with(self, vacant: np.ndarray) -> Holders:
+        vacant.setflags(write=False)
+        self.vacant = vacant
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +87,26 @@ class PlanShape:
         return {g: (self.width(g), self.zeros(g), self.spec.blocks(g)) for g in self.spec.names}
 
     @functools.cached_property
+    def widths(self) -> dict[str, int]:
+        """By group: block ids in a row."""
+        return {g: self.spec.capacity(g) for g in self.spec.names}
+
+    @functools.cached_property
     def grows(self) -> bool:
         """Whether sequences take more blocks while they decode."""
         spec = self.spec
         return any(g.tokens_per_block(spec.context_shards) is not None for g in spec.groups)
+
+    @functools.cached_property
+    def one(self) -> dict[str, int]:
+        """A block of every group: what a checkpoint takes. Not to be written to."""
+        return dict.fromkeys(self.spec.names, 1)
+
+    def need(self, tokens: int, request: str = "") -> dict[str, int]:
+        """`CacheSpec.need` of one token or more, which is worked out only where it depends on their number."""
+        if self.grows or tokens > self.spec.max_len:
+            return self.spec.need(tokens, request)
+        return self.one
 
     @functools.cached_property
     def nulls(self) -> tuple[StepPlan, StepPlan]:
@@ -123,16 +164,13 @@ class StepPlan(struct.PyTreeNode):
         return f"StepPlan({text}, admit rows {np.flatnonzero(self.admission.rows).tolist()})"
 
 
-def null_plan(shape: PlanShape, *, prefill: bool, shared: Collection[str] = ()) -> StepPlan:
-    """The plan that does nothing: every row null. What builds a plan fills in these arrays, which are its own.
-
-    Those of the fields in `shared` are everybody's and cannot be written to.
-    """
-    return _copied(shape.nulls[prefill], shared)
+def null_plan(shape: PlanShape, *, prefill: bool) -> StepPlan:
+    """The plan that does nothing: every row null. What builds a plan may fill in these arrays, which are its own."""
+    return _copied(shape.nulls[prefill])
 
 
-def _copied(value: Any, shared: Collection[str] = ()) -> Any:
-    """A plan, or part of one, with arrays of its own but for those fields."""
+def _copied(value: Any) -> Any:
+    """A plan, or part of one, with arrays of its own."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
@@ -141,8 +179,7 @@ def _copied(value: Any, shared: Collection[str] = ()) -> Any:
         return tuple([_copied(part) for part in value])
     if value is None:
         return None
-    fields = value.__dict__.items()
-    return changed(value, **{k: _copied(v) for k, v in fields if k not in shared})
+    return changed(value, **{name: _copied(part) for name, part in value.__dict__.items()})
 
 
 def _null(shape: PlanShape, *, prefill: bool) -> StepPlan:
@@ -183,16 +220,14 @@ def _null(shape: PlanShape, *, prefill: bool) -> StepPlan:
 
 def apply_cells(tables: HostTables, plan: StepPlan) -> HostTables:
     """The host's tables after the plan's clears and cells; the device's must equal them."""
-    after, clears = {}, np.count_nonzero(plan.clear) > 0
+    after, cleared = {}, plan.clear.nonzero()[0]
     for group, table in tables.items():
         cells = plan.cells[group]
-        writes = np.count_nonzero(cells.ids) > 0
-        if clears or writes:
+        real = cells.ids.nonzero()[0]
+        if len(cleared) or len(real):
             table = table.copy()
-        if clears:
-            table[plan.clear] = NULL
-        if writes:
-            real = cells.ids.nonzero()[0]
+            table[cleared] = NULL
+        if len(real):
             table[cells.rows[real], cells.columns[real]] = cells.ids[real]
         after[group] = table
     return after

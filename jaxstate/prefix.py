@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Checkpoint(NamedTuple):
 
     def ranked(self, uses: int, priority: float) -> Checkpoint:
         """The same state, used so often and worth so much."""
-        return Checkpoint(*self[:6], uses, priority, *self[8:])
+        return Checkpoint._make((*self[:6], uses, priority, *self[8:]))
 
 
 class Match(NamedTuple):
@@ -77,18 +77,16 @@ class PrefixIndex:
     seen_limit: int = 65_536
     # Each node's priority when it was put here, at most what it is now, and some that are gone.
     queue: Priorities = dataclasses.field(default=Priorities(), compare=False, repr=False)
+    opened: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     def match(self, keys: Sequence[Key], length: int) -> Match:
         """The deepest checkpoint of a prompt with these names; at least one of its tokens is left to compute."""
         usable = max(length - 1, 0) // CHUNK
-        seen, before, nodes = self.seen, self.seen_before, self.nodes
-        shared = len(keys)
-        while shared and keys[shared - 1] not in seen and keys[shared - 1] not in before:
-            shared -= 1
-        for key in keys[:usable][::-1]:
-            node = nodes.get(key)
-            if node is not None:
-                return Match(node, shared * CHUNK, None)
+        shared = self.seen.last_in(keys, 0, len(keys)) + 1
+        shared = max(shared, self.seen_before.last_in(keys, shared, len(keys)) + 1)
+        at = self.nodes.last_in(keys, 0, min(usable, len(keys)))
+        if at >= 0:
+            return Match(self.nodes[keys[at]], shared * CHUNK, None)
         if not usable:
             miss = "too_short"
         elif shared:
@@ -99,24 +97,31 @@ class PrefixIndex:
 
     def open(self) -> PrefixIndex:
         """The same index for a series of changes, of which only the last value is good; `close` ends it."""
-        return changed(self, nodes=self.nodes.open(), seen=self.seen.open())
+        return changed(self, nodes=self.nodes.open(), seen=self.seen.open(), opened=True)
 
     def close(self) -> PrefixIndex:
         """What the changes come to."""
+        if not self.opened:
+            return self
         seen, before = self.seen.close(), self.seen_before.close()
-        return changed(self, nodes=self.nodes.close(), seen=seen, seen_before=before)
+        nodes = self.nodes.close()
+        return changed(self, nodes=nodes, seen=seen, seen_before=before, opened=False)
+
+    def _with(self, **fields: Any) -> PrefixIndex:
+        """The index with other fields: this one, if it is open."""
+        if not self.opened:
+            return changed(self, **fields)
+        self.__dict__.update(fields)
+        return self
 
     def see(self, keys: Sequence[Key]) -> PrefixIndex:
         """The index after a prompt with these names was read; what was not read for long is forgotten in the end."""
-        seen, before, new = self.seen, self.seen_before, len(keys)
+        seen, before = self.seen, self.seen_before
         if len(seen) >= self.seen_limit // 2:
             seen, before = type(seen)(), seen
         # Whoever saw a prefix saw all that it begins with.
-        while new and keys[new - 1] not in seen:
-            new -= 1
-        for key in keys[new:]:
-            seen = seen.put(key, None)
-        return changed(self, seen=seen, seen_before=before)
+        new = keys[seen.last_in(keys, 0, len(keys)) + 1 :]
+        return self._with(seen=seen.put_all(new, None), seen_before=before) if new else self
 
     def insert(self, checkpoint: Checkpoint) -> PrefixIndex:
         """The index with this checkpoint, which is readable from now on."""
@@ -129,13 +134,15 @@ class PrefixIndex:
 
     def use(self, key: Key) -> PrefixIndex:
         """The index after a hit."""
-        node = self.nodes[key]
+        nodes = self.nodes
+        node = nodes[key]
         used = node.ranked(node.uses + 1, self.clock + (node.uses + 2) * node.cost)
-        return changed(self, nodes=self.nodes.put(key, used))
+        return self._with(nodes=nodes.put(key, used))
 
     def remove(self, key: Key) -> PrefixIndex:
         """The index without this checkpoint."""
-        return self._without(self.nodes[key], self.clock, self.queue)
+        pinned = self.pinned - self.nodes[key].pinned
+        return self._with(nodes=self.nodes.drop(key), pinned=pinned)
 
     def pin(self, key: Key, pinned: bool = True) -> PrefixIndex:
         """The index with this checkpoint kept whatever happens, or no longer."""
@@ -148,12 +155,17 @@ class PrefixIndex:
         kept = [node for node in nodes if node is not None and not node.pinned]
         return len(self.nodes) - self.pinned - len(kept)
 
-    def evict(self, keep: Collection[Key] = ()) -> tuple[PrefixIndex, Checkpoint] | None:
-        """The index without its least valuable checkpoint that is neither pinned nor in `keep`; None if all are."""
-        queue, kept = self.queue, []
-        while queue.size:
+    def evict(
+        self, count: int = 1, keep: Collection[Key] = ()
+    ) -> tuple[PrefixIndex, list[Checkpoint]]:
+        """The index without its least valuable checkpoints that are neither pinned nor in `keep`, and these.
+
+        There are `count` of them, or as many as there are, the least valuable first.
+        """
+        queue, nodes, clock, kept, gone = self.queue, self.nodes.open(), self.clock, [], []
+        while len(gone) < count and queue.size:
             (priority, key), queue = queue.pop()
-            node = self.nodes.get(key)
+            node = nodes.get(key)
             if node is None or node.pinned or node.priority < priority:
                 continue  # the place of one that has gone, or has another place
             if node.priority > priority:
@@ -161,26 +173,27 @@ class PrefixIndex:
             elif key in keep:
                 kept.append((priority, key))
             else:
-                for place in kept:
-                    queue = queue.push(place)
-                return self._without(node, priority, queue), node
-        return None
+                nodes.drop(key)
+                gone.append(node)
+                clock = priority
+        if not gone:
+            return self, gone  # what is kept has its places yet
+        for place in kept:
+            queue = queue.push(place)
+        nodes = nodes if self.opened else nodes.close()
+        return self._with(nodes=nodes, clock=clock, queue=queue), gone
 
     def _put(self, node: Checkpoint, queue: Priorities) -> PrefixIndex:
         before = self.nodes.get(node.key)
         pinned = self.pinned + node.pinned - (before is not None and before.pinned)
-        return changed(self, nodes=self.nodes.put(node.key, node), pinned=pinned, queue=queue)
-
-    def _without(self, node: Checkpoint, clock: float, queue: Priorities) -> PrefixIndex:
-        nodes, pinned = self.nodes.drop(node.key), self.pinned - node.pinned
-        return changed(self, nodes=nodes, clock=clock, pinned=pinned, queue=queue)
+        return self._with(nodes=self.nodes.put(node.key, node), pinned=pinned, queue=queue)
 
     def _queued(self, node: Checkpoint) -> PrefixIndex:
         index = self._put(node, self.queue.push((node.priority, node.key)))
         if index.queue.size > 2 * len(index.nodes) + 64:
             # Most of it are places of checkpoints that were dropped.
             places = ((other.priority, other.key) for other in index.nodes.values())
-            return changed(index, queue=Priorities.of(places))
+            return index._with(queue=Priorities.of(places))
         return index
 
     def __len__(self) -> int:
@@ -219,15 +232,15 @@ def wanted(match: Match, length: int, *, ladder: int = 512, most: int = 4) -> tu
     """
     start = match.checkpoint.position if match.checkpoint is not None else 0
     last = max(length - 1, 0) // CHUNK * CHUNK
-    candidates = [last, match.shared]
+    if last <= start:
+        return ()
+    picked = [last, match.shared] if start < match.shared < last else [last]
     step = ladder
-    while step < last:
-        candidates.append(step)
+    while 2 * step < last:
         step *= 2
     # The ladder's upper rungs save more than its lower ones.
-    candidates = candidates[:2] + candidates[:1:-1]
-    picked: list[int] = []
-    for position in candidates:
-        if start < position <= last and position not in picked:
-            picked.append(position)
+    while max(start, ladder - 1) < step and len(picked) < most:
+        if step < last and step != match.shared:
+            picked.append(step)
+        step //= 2
     return tuple(sorted(picked[:most]))

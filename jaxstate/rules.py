@@ -6,8 +6,8 @@ and have no way to fail.
 
 from __future__ import annotations
 
-import itertools
-import operator
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ Spans = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def check_plan(
-    plan: StepPlan, shape: PlanShape, tables: HostTables, pool: BlockPool, holders: Holders,
+    plan: StepPlan, shape: PlanShape, tables: HostTables, pool: BlockPool, holders: SequenceOf[str | None],
     spans: Spans | None = None,
 ) -> HostTables:  # fmt: skip
     """The tables after the plan, once it is known to break no rule; else nothing has changed.
@@ -34,29 +34,58 @@ def check_plan(
       CapacityError: a cell past the end of its row.
       PlanError: any other rule, named in the error.
     """
-    spec, vacant = shape.spec, _nobodys(holders)
-    for group in spec.names:
-        _check_cells(plan, spec, group, holders)
-        _check_blocks(plan, spec, group, pool)
-    after = apply_cells(tables, plan)
-    for group in spec.names:
-        _check_kept(plan, spec, group, tables[group])
-        _check_owners(plan, group, after[group], pool, holders, vacant)
-        _check_sources(plan, group, pool, holders)
-    if plan.prefill is not None:
-        _check_prefill(plan.prefill, shape, after, pool, holders, vacant)
+    spec, holders, null = shape.spec, Holders.of(holders), shape.nulls[plan.prefill is not None]
+    # What is everybody's cannot be written to, and so need not be looked at.
+    writes = plan.cells is not null.cells or plan.zero is not null.zero
+    if writes or plan.copies is not null.copies:
+        lists = {group: _Lists.of(plan, group) for group in spec.names}
+        for group, listed in lists.items():
+            if listed.fresh:
+                _check_cells(listed, shape, group, holders)
+            _check_blocks(plan, listed, shape, group, pool)
+    else:
+        lists = dict.fromkeys(spec.names, _NOTHING)
+    clears = plan.clear is not null.clear
+    after = apply_cells(tables, plan) if writes or clears else tables
+    for group, listed in lists.items():
+        if listed.zeroed or listed.copied:
+            _check_kept(plan, listed, group, tables[group])
+        named = _check_owners(plan, listed, group, after[group], pool, holders)
+        if plan.prefill is not None:
+            _check_checkpoints(plan.prefill, listed, group, named)
+    if plan.admission is not null.admission:
         for group in spec.names:
-            _check_checkpoints(plan, plan.prefill, spec, group, after[group], pool)
+            _check_sources(plan, group, pool, holders)
+    if plan.prefill is not None:
+        spans = _check_prefill(plan.prefill, shape, holders)
     if spans is not None:
         _check_spans(spans, spec, after, pool, holders)
     return after
 
 
-def _nobodys(holders: Holders) -> np.ndarray:
-    """Which rows are; no Python is run for a row, since there are many and this is asked of every plan."""
-    if all(holders):
-        return np.zeros(len(holders), bool)
-    return np.frombuffer(bytes(map(operator.is_, holders, itertools.repeat(None))), bool)
+class _Lists(NamedTuple):
+    """What a plan has of real entries in its lists for a group: they are mostly a few of many."""
+
+    rows: list[int]
+    columns: list[int]
+    fresh: list[int]  # ids that are written to these cells
+    zeroed: list[int]
+    source: list[int]
+    copied: list[int]
+
+    @classmethod
+    def of(cls, plan: StepPlan, group: str) -> _Lists:
+        cells, (source, destination) = plan.cells[group], plan.copies[group]
+        real = cells.ids.nonzero()[0]
+        fresh = cells.ids[real].tolist()
+        rows, columns = (
+            (cells.rows[real].tolist(), cells.columns[real].tolist()) if fresh else ([], [])
+        )
+        copied = (_real(source), _real(destination)) if len(source) else ([], [])
+        return cls(rows, columns, fresh, _real(plan.zero[group]), *copied)
+
+
+_NOTHING = _Lists([], [], [], [], [], [])
 
 
 def _some(values: np.ndarray) -> bool:
@@ -66,23 +95,16 @@ def _some(values: np.ndarray) -> bool:
 
 def _real(ids: np.ndarray) -> list[int]:
     """The ids that are not null; mostly a few of many."""
-    return ids[ids.nonzero()].tolist() if ids.size else []
+    return ids[(ids != NULL).nonzero()].tolist() if np.count_nonzero(ids) else []
 
 
-def _mask(ids: np.ndarray, size: int) -> np.ndarray:
-    """Which of so many blocks these ids name; null is none."""
-    mask = np.zeros(size, bool)
-    mask[ids] = True
-    mask[NULL] = False
-    return mask
+def _in_range(ids: list[int], size: int) -> bool:
+    return min(ids, default=0) >= 0 and max(ids, default=0) < size
 
 
-def _check_cells(plan: StepPlan, spec: CacheSpec, group: str, holders: Holders) -> None:
-    cells, capacity = plan.cells[group], spec.capacity(group)
-    if not _some(cells.ids):
-        return
-    written, real = set(), cells.ids.nonzero()[0]
-    for row, column in zip(cells.rows[real].tolist(), cells.columns[real].tolist(), strict=True):
+def _check_cells(listed: _Lists, shape: PlanShape, group: str, holders: Holders) -> None:
+    spec, capacity, written = shape.spec, shape.widths[group], set()
+    for row, column in zip(listed.rows, listed.columns, strict=True):
         if not 0 <= row < spec.rows:
             raise PlanError(
                 "rows are in range", f"group {group!r}: row {row} is outside the {spec.rows} rows"
@@ -99,52 +121,32 @@ def _check_cells(plan: StepPlan, spec: CacheSpec, group: str, holders: Holders) 
         written.add((row, column))
 
 
-def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) -> None:
-    zero, (source, destination) = plan.zero[group], plan.copies[group]
-    size, sealed = spec.blocks(group), pool.sealed[group]
-    fresh, zeroed = _real(plan.cells[group].ids), _real(zero)
-    copied, copies = _real(destination), _some(source) or _some(destination)
+def _check_blocks(
+    plan: StepPlan, listed: _Lists, shape: PlanShape, group: str, pool: BlockPool
+) -> None:
+    fresh, zeroed, copied = listed.fresh, listed.zeroed, listed.copied
+    size, sealed = shape.sizes[group][2], pool.sealed[group]
     for what, ids in (
         ("cells", fresh),
         ("zero", zeroed),
-        ("copies", _real(source)),
+        ("copies", listed.source),
         ("copies", copied),
     ):
-        if ids and (min(ids) < 0 or max(ids) >= size):
+        if ids and not _in_range(ids, size):
             raise PlanError(
                 "ids are in range",
                 f"group {group!r}: {what} name {ids}; the pool has {size} blocks",
             )
-    if copies:
-        real = destination != NULL
-        if (source[real] == NULL).any() or _some(source[~real]):
-            raise PlanError(
-                "copies go from a block to a block",
-                f"group {group!r}: {source.tolist()} to {destination.tolist()}",
-            )
-        if len(np.unique(destination[real])) < real.sum():
-            raise PlanError(
-                "each block is written once",
-                f"group {group!r}: copies go to {destination[real].tolist()}",
-            )
-        if not set(zeroed).isdisjoint(_real(source)):
-            raise PlanError(
-                "nothing fresh is copied from",
-                f"group {group!r}: a block in {source.tolist()} is zeroed by this plan",
-            )
-        if plan.freed[group][source[real]].any():
-            raise PlanError(
-                "nothing freed is copied from",
-                f"group {group!r}: a block in {source.tolist()} is freed by this plan",
-            )
+    if listed.source or copied:
+        _check_copies(plan, listed, group)
     for what, ids in (("zeroed", zeroed), ("copied to", copied)):
         if any(sealed[block] for block in ids):
             raise PlanError(
                 "sealed blocks are never written",
                 f"group {group!r}: a block in {ids} would be {what}",
             )
-    made = {*zeroed, *copied}
-    dirty = [block for block in fresh if block not in made and not sealed[block]]
+    dirty = set(fresh).difference(zeroed, copied) if fresh else ()
+    dirty = [block for block in dirty if not sealed[block]]
     if dirty:
         raise PlanError(
             "blocks are zeroed when handed out",
@@ -152,46 +154,73 @@ def _check_blocks(plan: StepPlan, spec: CacheSpec, group: str, pool: BlockPool) 
         )
 
 
-def _check_kept(plan: StepPlan, spec: CacheSpec, group: str, before: np.ndarray) -> None:
-    made = _real(plan.zero[group]) + _real(plan.copies[group][1])
-    if not made:
-        return
-    stays = _mask(before[~plan.clear] if _some(plan.clear) else before, spec.blocks(group))
-    wiped = sorted({block for block in made if stays[block]})
-    if wiped:
+def _check_copies(plan: StepPlan, listed: _Lists, group: str) -> None:
+    source, destination = plan.copies[group]
+    real = destination != NULL
+    if (source[real] == NULL).any() or _some(source[~real]):
+        raise PlanError(
+            "copies go from a block to a block",
+            f"group {group!r}: {source.tolist()} to {destination.tolist()}",
+        )
+    if len(set(listed.copied)) < len(listed.copied):
+        raise PlanError(
+            "each block is written once", f"group {group!r}: copies go to {listed.copied}"
+        )
+    if not set(listed.zeroed).isdisjoint(listed.source):
+        raise PlanError(
+            "nothing fresh is copied from",
+            f"group {group!r}: a block in {source.tolist()} is zeroed by this plan",
+        )
+    if _some(plan.freed[group][listed.source]):
+        raise PlanError(
+            "nothing freed is copied from",
+            f"group {group!r}: a block in {source.tolist()} is freed by this plan",
+        )
+
+
+def _check_kept(plan: StepPlan, listed: _Lists, group: str, before: np.ndarray) -> None:
+    made = np.zeros(len(plan.freed[group]), bool)
+    made[listed.zeroed + listed.copied] = True
+    stays = made[before] & ~plan.clear[:, None]
+    if _some(stays):
         raise PlanError(
             "only what is handed out is zeroed or copied to",
-            f"group {group!r}: blocks {wiped} are in use by a row",
+            f"group {group!r}: blocks {sorted(set(before[stays].tolist()))} are in use by a row",
         )
 
 
 def _check_owners(
-    plan: StepPlan, group: str, table: np.ndarray, pool: BlockPool, holders: Holders, vacant: np.ndarray
-) -> None:  # fmt: skip
-    named, sealed = table != NULL, pool.sealed[group]
-    live = table[named]
-    shared = sealed[live]
-    live = live[~shared] if _some(shared) else live
-    once = np.zeros(len(pool.refs[group]), bool)
-    once[live] = True
-    if np.count_nonzero(once) < len(live):
-        ids, counts = np.unique(live, return_counts=True)
+    plan: StepPlan, listed: _Lists, group: str, table: np.ndarray, pool: BlockPool, holders: Holders
+) -> np.ndarray:  # fmt: skip
+    """Which blocks are named in a row."""
+    cells, sealed, freed = table.ravel(), pool.sealed[group], plan.freed[group]
+    named = np.zeros(len(sealed), bool)
+    named[cells] = True
+    named[NULL] = False
+    live, once = cells, named
+    if _some(named & sealed):
+        live, once = cells[~sealed[cells]], named & ~sealed
+    if np.count_nonzero(once) < np.count_nonzero(live):
+        ids, counts = np.unique(live[live != NULL], return_counts=True)
         raise PlanError(
             "one owner",
             f"group {group!r}: blocks {ids[counts > 1].tolist()} stand in two cells and are not sealed",
         )
-    freed = plan.freed[group].nonzero()[0]
-    if freed.size and _some(once[freed]):
-        raise PlanError(
-            "no freed block in a row", f"group {group!r}: a row names a block that this plan frees"
-        )
-    if freed.size and _some(pool.refs[group][freed]):
-        raise PlanError(
-            "freed blocks are nobody's",
-            f"group {group!r}: a block in {freed.tolist()} still has a holder",
-        )
-    used = named[:, 0] if named.shape[1] == 1 else named.any(axis=1)
-    for row in (used == vacant).nonzero()[0].tolist():
+    if _some(freed):
+        if _some(once & freed):
+            raise PlanError(
+                "no freed block in a row",
+                f"group {group!r}: a row names a block that this plan frees",
+            )
+        gone = freed.nonzero()[0]
+        if _some(pool.refs[group][gone]):
+            raise PlanError(
+                "freed blocks are nobody's",
+                f"group {group!r}: a block in {gone.tolist()} still has a holder",
+            )
+    used = cells != NULL if table.shape[1] == 1 else (table != NULL).any(axis=1)
+    wrong = used == holders.vacant
+    for row in wrong.nonzero()[0].tolist() if _some(wrong) else ():
         if used[row]:
             raise PlanError(
                 "finished rows are null",
@@ -200,106 +229,120 @@ def _check_owners(
         raise PlanError(
             "live rows have blocks", f"group {group!r}: row {row} of {holders[row]!r} is null"
         )
-    cells = plan.cells[group]
-    written = sorted(set(cells.rows[cells.ids.nonzero()].tolist()))
-    for row, named in zip(written, table[written].tolist() if written else (), strict=True):
-        mine = pool.held.get(holders[row] or "", {}).get(group, ())
-        foreign = set(named).difference(mine, (NULL,))
-        if foreign:
+    if listed.fresh:
+        _check_written(listed, group, table, pool, holders)
+    return named
+
+
+def _check_written(
+    listed: _Lists, group: str, table: np.ndarray, pool: BlockPool, holders: Holders
+) -> None:
+    """Rows that the plan writes to name what their request holds, and all of that but what it starts from."""
+    held, sealed, written = pool.held, pool.sealed[group], sorted(set(listed.rows))
+    for row, cells in zip(written, table[written].tolist(), strict=True):
+        mine = held.get(holders[row] or "", {}).get(group, ())
+        if (*mine,) == (*cells,):
+            continue
+        named = set(cells)
+        named.discard(NULL)
+        if not named.issubset(mine):
             raise PlanError(
                 "one owner",
-                f"group {group!r}: row {row} names blocks {sorted(foreign)}, which {holders[row]!r} does not hold",
+                f"group {group!r}: row {row} names blocks {sorted(named.difference(mine))}, which {holders[row]!r} "
+                "does not hold",
             )
         own = [block for block in mine if not sealed[block]]
-        if not set(own).issubset(named):
+        if not named.issuperset(own):
             raise PlanError(
                 "rows name all that they hold",
-                f"group {group!r}: row {row} names {named}; {holders[row]!r} holds {own} to write to",
+                f"group {group!r}: row {row} names {cells}; {holders[row]!r} holds {own} to write to",
             )
 
 
 def _check_sources(plan: StepPlan, group: str, pool: BlockPool, holders: Holders) -> None:
     source, admission = plan.admission.source[group], plan.admission
-    if not _some(source) and not _some(admission.position):
-        return
-    ids, size, sealed = _real(source), len(pool.refs[group]), pool.sealed[group]
-    if ids and (min(ids) < 0 or max(ids) >= size):
+    rows, sealed = source.nonzero()[0].tolist(), pool.sealed[group]
+    ids = source[rows].tolist()
+    if not _in_range(ids, len(sealed)):
         raise PlanError("ids are in range", f"group {group!r}: sources are {source.tolist()}")
-    if not all(sealed[block] for block in ids):
-        raise PlanError(
-            "only published states are started from",
-            f"group {group!r}: sources are {source.tolist()}",
-        )
-    for row in source.nonzero()[0].tolist():
+    for row, block in zip(rows, ids, strict=True):
+        if not sealed[block]:
+            raise PlanError(
+                "only published states are started from",
+                f"group {group!r}: sources are {source.tolist()}",
+            )
         if not admission.rows[row] or holders[row] is None:
             raise PlanError(
                 "only new rows have a source",
                 f"group {group!r}: row {row} is not admitted here",
             )
-    placed = admission.position > 0
-    if _some(placed != (source != NULL)):
+    if (admission.position > 0).nonzero()[0].tolist() != rows:
         raise PlanError(
             "a hit is a hit in every group",
             f"group {group!r}: sources {source.tolist()} for positions {admission.position.tolist()}",
         )
 
 
-def _check_checkpoints(
-    plan: StepPlan, prefill: Prefill, spec: CacheSpec, group: str, table: np.ndarray, pool: BlockPool
-) -> None:  # fmt: skip
+def _check_checkpoints(prefill: Prefill, listed: _Lists, group: str, named: np.ndarray) -> None:
+    """No block is written by a checkpoint and anything else; `named` are the blocks in rows."""
     ids, positions = prefill.checkpoints[group], prefill.checkpoint_positions
-    if not _some(ids) and not _some(positions):
+    if not ids.size:
         return
-    rows, slots = ids.nonzero()
-    if _some((ids != NULL) != (positions > 0)):
+    # A few of many: their numbers are looked at one by one.
+    slots = (ids.ravel() != NULL).nonzero()[0]
+    blocks, places = ids.ravel()[slots].tolist(), positions.ravel()[slots].tolist()
+    if np.count_nonzero(positions) != len(places) or min(places, default=1) < 1:
         raise PlanError(
             "a checkpoint is kept in every group",
             f"group {group!r}: blocks {ids.tolist()} for positions {positions.tolist()}",
         )
-    if ids.min() < 0 or ids.max() >= len(pool.refs[group]):
+    if not blocks:
+        return
+    if not _in_range(blocks, len(named)):
         raise PlanError("ids are in range", f"group {group!r}: checkpoints go to {ids.tolist()}")
-    blocks, named = ids[rows, slots].tolist(), _mask(table, spec.blocks(group))
     if len(set(blocks)) < len(blocks) or any(named[block] for block in blocks):
         raise PlanError(
             "each block is written once", f"group {group!r}: checkpoints go to {blocks}"
         )
-    if not set(blocks).issubset(_real(plan.zero[group])):
+    if not set(blocks).issubset(listed.zeroed):
         raise PlanError(
             "blocks are zeroed when handed out", f"group {group!r}: checkpoints {blocks}"
         )
-    places = positions[rows, slots]
-    lengths = prefill.offsets[rows + 1] - prefill.offsets[rows]
-    if _some(places > lengths) or _some((prefill.starts[rows] + places) % CHUNK):
-        raise PlanError(
-            "checkpoints lie on the grid of what is read",
-            f"positions {places.tolist()} of rows with {lengths.tolist()} tokens",
-        )
+    rows, offsets = slots // ids.shape[1], prefill.offsets
+    starts = prefill.starts[rows].tolist()
+    lengths = (offsets[rows + 1] - offsets[rows]).tolist()
+    for place, start, length in zip(places, starts, lengths, strict=True):
+        if place > length or (start + place) % CHUNK:
+            raise PlanError(
+                "checkpoints lie on the grid of what is read",
+                f"positions {places} of rows with {lengths} tokens",
+            )
 
 
-def _check_prefill(
-    prefill: Prefill, shape: PlanShape, tables: HostTables, pool: BlockPool, holders: Holders, vacant: np.ndarray
-) -> None:  # fmt: skip
-    spec, lengths = shape.spec, prefill.offsets[1:] - prefill.offsets[:-1]
-    if prefill.offsets[0] < 0 or _some(lengths < 0) or prefill.offsets[-1] > shape.chunk_tokens:
+def _check_prefill(prefill: Prefill, shape: PlanShape, holders: Holders) -> Spans:
+    """Rows that read tokens, and from where to where."""
+    offsets = prefill.offsets
+    lengths = offsets[1:] - offsets[:-1]
+    if offsets[0] < 0 or offsets[-1] > shape.chunk_tokens or np.minimum.reduce(lengths) < 0:
         raise PlanError(
             "tokens fit the step",
-            f"offsets are {prefill.offsets.tolist()} for {shape.chunk_tokens} tokens",
+            f"offsets are {offsets.tolist()} for {shape.chunk_tokens} tokens",
         )
-    if prefill.tokens.min(initial=0) < 0:
+    if np.minimum.reduce(prefill.tokens, initial=0) < 0:
         raise PlanError("tokens are ids", "a prompt token is negative")
-    rows = np.flatnonzero(lengths)
+    rows = lengths.nonzero()[0]
     starts = prefill.starts[rows].astype(np.int64)
-    ends = starts + lengths[rows]
-    for row in rows[(starts < 0) | vacant[rows]].tolist():
-        raise PlanError(
-            "only live rows read tokens", f"row {row} has {lengths[row]} tokens and no request"
-        )
-    _check_spans((rows, starts, ends), spec, tables, pool, holders)
-    if _some(prefill.sample[lengths == 0]):
+    for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+        if start < 0 or holders[row] is None:
+            raise PlanError(
+                "only live rows read tokens", f"row {row} has {lengths[row]} tokens and no request"
+            )
+    if np.count_nonzero(prefill.sample) > np.count_nonzero(prefill.sample[rows]):
         raise PlanError(
             "only rows with tokens are sampled",
             f"rows {np.flatnonzero(prefill.sample & (lengths == 0)).tolist()}",
         )
+    return rows, starts, starts + lengths[rows]
 
 
 def _check_spans(
@@ -309,8 +352,9 @@ def _check_spans(
     rows, starts, ends = spans
     if not len(rows):
         return
-    for i in (ends > spec.max_len).nonzero()[0].tolist():
-        spec.need(int(ends[i]), holders[rows[i]] or "")
+    if ends.max() > spec.max_len:
+        for i in (ends > spec.max_len).nonzero()[0].tolist():
+            spec.need(int(ends[i]), holders[rows[i]] or "")
     for group in spec.groups:
         name, ids = group.name, tables[group.name][rows]
         per_block = group.tokens_per_block(spec.context_shards)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxstate.plan import HostTables, PlanShape
+from jaxstate.plan import Holders, HostTables, PlanShape
 from jaxstate.prefix import Checkpoint, Key, PrefixIndex, block_keys, holder_of
 from jaxstate.request import Request
 from jaxstate.state.pool import BlockPool
@@ -127,7 +127,7 @@ class Schedule:
     pool: BlockPool
     tables: HostTables
     rows: tuple[Running | None, ...]
-    holders: tuple[str | None, ...]  # whose each row is
+    holders: Holders
     counts: Counts
     starting: tuple[int, ...] = ()
     waiting: tuple[Waiting, ...] = ()
@@ -147,8 +147,8 @@ class Schedule:
         spec = shape.spec
         tables = {g: np.zeros((spec.rows, spec.capacity(g)), np.int32) for g in spec.names}
         return cls(
-            shape, BlockPool.create(spec), tables, (None,) * spec.rows, (None,) * spec.rows,
-            Counts.zeros(spec.rows),
+            shape, BlockPool.create(spec), tables, (None,) * spec.rows,
+            Holders.of((None,) * spec.rows), Counts.zeros(spec.rows),
         )  # fmt: skip
 
     @property
@@ -170,7 +170,7 @@ class Schedule:
     @property
     def unsettled(self) -> bool:
         """Whether there are answers to read."""
-        return bool(self.answers) or bool(self.counts.spare.any())
+        return bool(self.answers) or bool(np.count_nonzero(self.counts.spare))
 
     def __repr__(self) -> str:
         rows = f"{len(self.running)} of {self.spec.rows} rows running"

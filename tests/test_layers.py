@@ -24,6 +24,8 @@ LAYERS = (
         "jaxstate.schedule",
         "jaxstate.readings",
         "jaxstate.draft",
+        "jaxstate.page",
+        "jaxstate.admission",
         "jaxstate.sizing",
         "jaxstate.scheduler",
         "jaxstate.sampling",

@@ -7,7 +7,7 @@ root of the entries, they are merged into a dict of their own, so that a change 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 _GONE: Any = object()
@@ -33,6 +33,10 @@ class Overlay[K, V](Mapping[K, V]):
         """The mapping with this entry."""
         return self.open().put(key, value).close()
 
+    def put_all(self, keys: Iterable[K], value: V) -> Overlay[K, V]:
+        """The mapping with this value for each of these keys."""
+        return self.open().put_all(keys, value).close()
+
     def drop(self, key: K) -> Overlay[K, V]:
         """The mapping without this entry; KeyError when there is none."""
         return self.open().drop(key).close()
@@ -51,8 +55,20 @@ class Overlay[K, V](Mapping[K, V]):
             return default if value is _GONE else value
         return self._base.get(key, default)
 
+    def last_in(self, keys: Sequence[K], first: int, end: int) -> int:
+        """The last place from `first` on and before `end` whose key has an entry here; -1 when there is none."""
+        news, base = self._news, self._base
+        for at in range(end - 1, first - 1, -1):
+            key = keys[at]
+            if key in news:
+                if news[key] is not _GONE:
+                    return at
+            elif key in base:
+                return at
+        return -1
+
     def __getitem__(self, key: K) -> V:
-        value = self.get(key, _GONE)
+        value = self._news[key] if key in self._news else self._base[key]
         if value is _GONE:
             raise KeyError(key)
         return value
@@ -79,18 +95,37 @@ class Changes[K, V](Overlay[K, V]):
     __slots__ = ()
 
     def put(self, key: K, value: V) -> Changes[K, V]:
-        self._count += key not in self
-        self._news[key] = value
+        news = self._news
+        if key in news:
+            self._count += news[key] is _GONE
+        elif key not in self._base:
+            self._count += 1
+        news[key] = value
+        return self
+
+    def put_all(self, keys: Iterable[K], value: V) -> Changes[K, V]:
+        news, base = self._news, self._base
+        for key in keys:
+            if key in news:
+                self._count += news[key] is _GONE
+            elif key not in base:
+                self._count += 1
+            news[key] = value
+        return self
+
+    def open(self) -> Changes[K, V]:
+        """Itself."""
         return self
 
     def drop(self, key: K) -> Changes[K, V]:
-        if key not in self:
+        news, base = self._news, self._base
+        if (news[key] is _GONE) if key in news else key not in base:
             raise KeyError(key)
         self._count -= 1
-        if key in self._base:
-            self._news[key] = _GONE
+        if key in base:
+            news[key] = _GONE
         else:
-            del self._news[key]
+            del news[key]
         return self
 
     def close(self) -> Overlay[K, V]:

@@ -80,9 +80,9 @@ def test_what_costs_least_and_was_used_least_goes_first():
         index = index.insert(checkpoint(key, cost=cost))
     index = index.use(c)
     order = []
-    while (step := index.evict()) is not None:
-        index, node = step
-        order.append(node.key)
+    while len(index):
+        index, gone = index.evict()
+        order += [node.key for node in gone]
     assert order == [a, c, b] and len(index) == 0
     assert (
         index.clock == 640
@@ -94,10 +94,10 @@ def test_what_costs_least_and_was_used_least_goes_first():
 def test_pinned_and_kept_checkpoints_stay():
     a, b = b"a" * 16, b"b" * 16
     index = PrefixIndex().insert(checkpoint(a)).insert(checkpoint(b)).pin(a)
-    assert index.evict(frozenset([b])) is None
-    after, node = index.evict()
-    assert node.key == b and after.evict() is None
-    assert after.pin(a, False).evict()[1].key == a
+    assert index.evict(keep=frozenset([b])) == (index, [])
+    after, gone = index.evict(9)
+    assert [node.key for node in gone] == [b] and after.evict() == (after, [])
+    assert [node.key for node in after.pin(a, False).evict()[1]] == [a]
 
 
 def test_evicting_in_any_order_equals_always_taking_the_least():
@@ -110,9 +110,13 @@ def test_evicting_in_any_order_equals_always_taking_the_least():
             live = list(index.nodes)
             index = index.use(live[rng.integers(len(live))])
             continue
-        least = min((n.priority, n.key) for n in index.nodes.values())
-        index, node = index.evict()
-        assert node.priority == least[0]
+        count, clock = int(rng.integers(1, 4)), index.clock
+        keep = set(rng.choice(list(index.nodes), 3).tolist())
+        least = sorted((n.priority, n.key) for n in index.nodes.values() if n.key not in keep)
+        before, (index, gone) = index, index.evict(count, keep)
+        assert [(n.priority, n.key) for n in gone] == least[:count]
+        assert index.clock == gone[-1].priority >= clock
+        assert all(n.key in before.nodes and n.key not in index.nodes for n in gone)
 
 
 def test_the_memory_of_seen_prefixes_is_bounded():

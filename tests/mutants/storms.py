@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxstate import scheduler
+from jaxstate import admission, scheduler
 from jaxstate.engine import Engine
 from jaxstate.errors import JaxstateError
 from jaxstate.prefix import Checkpoint, holder_of
@@ -74,9 +74,13 @@ def publishes_when_planned(patch: pytest.MonkeyPatch) -> None:
     """
     promised: dict[tuple[int, int], dict[str, int]] = {}
 
-    def leave(draft, plan, running, end_, used):
+    def leave_all(draft, page):
+        for span in page.spans:
+            leave(draft, page, *span)
+
+    def leave(draft, page, running, read, end_):
         """Reserves and publishes every state still wanted; writes those that this step comes to."""
-        prefill, slot, read = plan.prefill, 0, draft.counts.read[running.row]
+        slot = 0
         for position in running.wants:
             if (running.order, position) in promised:
                 continue
@@ -89,8 +93,7 @@ def publishes_when_planned(patch: pytest.MonkeyPatch) -> None:
             blocks = {group: block[0] for group, block in ids.items()}
             promised[running.order, position] = blocks
             for group, block in blocks.items():
-                plan.zero[group][used[group]] = block
-                used[group] += 1
+                page.zero[group].append(block)
             if key in draft.index.nodes:
                 draft.ledger.release(holder)
                 continue
@@ -100,11 +103,9 @@ def publishes_when_planned(patch: pytest.MonkeyPatch) -> None:
         for position in [p for p in running.wants if read < p <= end_]:
             blocks = promised.get((running.order, position))
             if blocks is not None and slot < draft.shape.checkpoints:
-                for group, block in blocks.items():
-                    prefill.checkpoints[group][running.row, slot] = block
-                prefill.checkpoint_positions[running.row, slot] = position - read
+                page.checkpoints.append((running.row, slot, position - read, blocks))
                 slot += 1
 
-    patch.setattr(scheduler, "_leave_checkpoints", leave)
+    patch.setattr(scheduler, "_leave_checkpoints", leave_all)
     # Nobody waits for what is taken to be there.
-    patch.setattr(scheduler, "_coming", lambda draft, row: [])
+    patch.setattr(admission, "_coming", lambda draft, row: [])

@@ -1,4 +1,4 @@
-"""Mappings and queues as values against dicts and heaps, over any changes; older values stay as they were."""
+"""Mappings, queues and holders as values against dicts, heaps and lists; older values stay as they were."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxstate.plan import Holders
 from jaxstate.priorities import Priorities
 from jaxstate.state.overlay import Overlay
 from tests.properties.profile import examples
 
 keys = st.integers(0, 60)
-changes = st.lists(st.tuples(st.sampled_from("ppppdoc"), keys), max_size=150)
+changes = st.lists(st.tuples(st.sampled_from("pppadoc"), keys), max_size=150)
 
 
 def _check(mapping: Overlay, want: dict) -> None:
@@ -26,6 +27,10 @@ def _check(mapping: Overlay, want: dict) -> None:
         if key not in want:
             with pytest.raises(KeyError):
                 mapping[key]
+    order = [7 * key % 61 for key in range(61)]
+    for first, end in ((0, 61), (9, 40), (5, 5)):
+        last = max((at for at in range(first, end) if order[at] in want), default=-1)
+        assert mapping.last_in(order, first, end) == last
 
 
 @examples(150)
@@ -42,6 +47,10 @@ def test_a_mapping_is_what_a_dict_is_after_the_same_changes(changes, first):
         elif change == "p":
             want[key] = at
             mapping = mapping.put(key, at)
+        elif change == "a":
+            some = [key, (key + 7) % 61, key]
+            want |= dict.fromkeys(some, at)
+            mapping = mapping.put_all(some, at)
         elif key in want:
             del want[key]
             mapping = mapping.drop(key)
@@ -64,7 +73,7 @@ def test_ten_thousand_entries_are_copied_once_in_two_hundred_changes():
 
 
 @examples(150)
-@given(st.lists(st.integers(0, 40), max_size=60), st.lists(st.integers(-3, 40), max_size=200))
+@given(st.lists(st.integers(0, 40), max_size=400), st.lists(st.integers(-3, 40), max_size=200))
 def test_a_queue_gives_what_a_heap_gives(first, changes):
     queue, heap, old = Priorities.of(first), sorted(first), []
     for change in changes:
@@ -85,3 +94,23 @@ def test_a_queue_gives_what_a_heap_gives(first, changes):
             least, queue = queue.pop()
             got.append(least)
         assert got == want
+
+
+@examples(100)
+@given(
+    st.lists(st.sampled_from([None, "", "a", "b"]), min_size=1, max_size=12),
+    st.lists(st.dictionaries(st.integers(0, 11), st.sampled_from([None, "", "c"])), max_size=6),
+)
+def test_rows_are_vacant_where_nobody_has_them(names, changes):
+    holders, old = Holders.of(names), []
+    assert Holders.of(holders) is holders
+    for change in changes:
+        old.append((holders, list(names)))
+        change = {row: name for row, name in change.items() if row < len(names)}
+        for row, name in change.items():
+            names[row] = name
+        holders = holders.put(change)
+    for value, want in [*old, (holders, names)]:
+        assert list(value) == want
+        assert value.vacant.tolist() == [name is None for name in want]
+        assert not value.vacant.flags.writeable
