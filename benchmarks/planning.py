@@ -4,9 +4,12 @@
 
 256 rows, all busy, 10,000 checkpoints in index and pool. A *decode* plan is one in which nobody enters or leaves; the
 *mix* is a steady trace of arrivals, prompts, decode steps, ends and evictions: one of 20 stems of 1,024 tokens, 64 to
-320 tokens of its own, 512 to 1,024 new ones. Every plan is timed by itself, with its check; so is the publishing of
-what it left behind. A decode plan is for 16 steps of the model, a prefill plan for one. `on_cpu` is the share of the
-time in which the process had a processor: if it is far from 1, something else had it, and the numbers say little.
+320 tokens of its own, 512 to 1,024 new ones. Every plan is timed by itself, with its check. So is all else that the
+host does for a step but calling the device: `submit` (of one request), `pack` (the plan as one array), `publish` (what
+the step left, and giving back the memory of what has gone) and, in steps after these, `observe` (a step's tokens to
+the requests that made them, 16 each in a decode step; without text). A decode plan is for 16 steps of the model, a
+prefill plan for one. `on_cpu` is the share of the time in which the process had a processor: if it is far from 1,
+something else had it, and the numbers say little.
 
 `hand_over` is what a call costs that is given a plan: its arrays as they are, or packed in one, with the packing.
 """
@@ -23,6 +26,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +34,23 @@ import numpy as np
 
 from jaxstate import scheduler
 from jaxstate.packing import Packing
+from jaxstate.page import Page
 from jaxstate.plan import PlanShape, null_plan
 from jaxstate.prefix import Checkpoint
+from jaxstate.progress import Progress
 from jaxstate.request import Request, SamplingParams
 from jaxstate.scheduler import Planned, Schedule, plan_next, publish, submit
 from jaxstate.state import CacheSpec, GroupSpec
+from jaxstate.step import Outcome
 
 VOCAB, STEPS, PROMPT, OUTPUT = 4096, 16, 1024, 1024
-PARTS = {
-    "_release": "rows that leave",
-    "_admit": "who enters: match, room, blocks",
-    "null_plan": "empty arrays",
-    "_plan_prefill": "prompt tokens, checkpoints",
-    "_plan_decode": "decode steps",
-    "check_plan": "the check",
+PARTS: dict[str, tuple[Any, str]] = {
+    "rows that leave": (scheduler, "_release"),
+    "who enters: match, room, blocks": (scheduler, "admit"),
+    "who reads what, checkpoints": (scheduler, "_plan_prefill"),
+    "decode steps": (scheduler, "_plan_decode"),
+    "arrays": (Page, "plan"),
+    "the check": (scheduler, "check_plan"),
 }
 
 
@@ -72,6 +79,12 @@ class Trace:
         self.schedule, self.sent = full_schedule(rows, nodes, self.rng), 0
         self.stems = [self._text(PROMPT) for _ in range(20)]
         self.submit_us: list[float] = []
+        self.progress: dict[str, Progress] = {}
+        shape = self.schedule.shape
+        self.packings = {
+            kind: Packing.of(shape, prefill=kind == "prefill", poison=False)
+            for kind in ("prefill", "decode")
+        }
 
     def _text(self, length: int) -> tuple[int, ...]:
         return tuple(self.rng.integers(0, VOCAB, length).tolist())
@@ -90,14 +103,44 @@ class Trace:
             self.submit_us.append((time.perf_counter() - begin) * 1e6)
             self.sent += 1
 
-    def step(self) -> tuple[Planned, float, float]:
-        """The next step, and microseconds to plan it and to publish what it left."""
+    def step(self) -> tuple[Planned, dict[str, float]]:
+        """The next step, and microseconds of each thing that the host does for it."""
         begin = time.perf_counter()
         step = plan_next(self.schedule, decode_steps=STEPS)
         planned_at = time.perf_counter()
         assert step is not None
-        self.schedule = publish(step[0], step[1].staged)
-        return step[1], (planned_at - begin) * 1e6, (time.perf_counter() - planned_at) * 1e6
+        planned = step[1]
+        self.packings[planned.kind].pack([planned.plan])
+        packed_at = time.perf_counter()
+        self.schedule = publish(step[0], planned.staged)
+        published_at = time.perf_counter()
+        times = {"plan": planned_at - begin, "pack": packed_at - planned_at}
+        times |= {"publish": published_at - packed_at}
+        return planned, {name: seconds * 1e6 for name, seconds in times.items()}
+
+    def observe(self, planned: Planned) -> float:
+        """Microseconds to give the step's tokens to whom they belong."""
+        rows, at, steps = len(planned.serves), planned.at.tolist(), STEPS
+        made = np.zeros((1 if planned.kind == "prefill" else STEPS, rows), bool)
+        for row, running in enumerate(planned.serves):
+            if planned.plan.prefill is not None:
+                made[0, row] = planned.plan.prefill.sample[row]
+            elif running is not None:
+                made[: min(steps, running.budget - at[row]), row] = True
+            if running is not None and running.request.id not in self.progress:
+                progress = Progress.start(running.request, running.budget, (), None)
+                progress.tokens, progress.logprobs = [0] * at[row], [0.0] * at[row]
+                self.progress[running.request.id] = progress
+        numbers = np.arange(made.size, dtype=np.int32).reshape(made.shape)
+        outcome = Outcome(numbers, -numbers.astype(np.float32), made, np.zeros_like(made))
+        begin = time.perf_counter()
+        for row, (tokens, logprobs) in enumerate(outcome.by_row()):
+            running = planned.serves[row]
+            if running is not None and tokens:
+                event = self.progress[running.request.id].push(tokens, logprobs, at[row])
+                if event.completion is not None:
+                    del self.progress[running.request.id]
+        return (time.perf_counter() - begin) * 1e6
 
     def warm_up(self) -> None:
         """Until every row is busy and requests end as fast as they come."""
@@ -117,25 +160,26 @@ def summary(times: list[float]) -> dict[str, float]:
 @contextlib.contextmanager
 def timed() -> Iterator[dict[str, float]]:
     """Microseconds that the plans made meanwhile spend in each of `PARTS`, summed."""
-    spent, former = dict.fromkeys(PARTS, 0.0), {name: getattr(scheduler, name) for name in PARTS}
+    spent = dict.fromkeys(PARTS, 0.0)
+    former = {part: getattr(*place) for part, place in PARTS.items()}
 
-    def wrap(name: str) -> Callable:
+    def wrap(part: str) -> Callable:
         def wrapped(*args, **options):
             begin = time.perf_counter()
             try:
-                return former[name](*args, **options)
+                return former[part](*args, **options)
             finally:
-                spent[name] += (time.perf_counter() - begin) * 1e6
+                spent[part] += (time.perf_counter() - begin) * 1e6
 
         return wrapped
 
-    for name in PARTS:
-        setattr(scheduler, name, wrap(name))
+    for part, place in PARTS.items():
+        setattr(*place, wrap(part))
     try:
         yield spent
     finally:
-        for name, function in former.items():
-            setattr(scheduler, name, function)
+        for part, function in former.items():
+            setattr(*PARTS[part], function)
 
 
 def profile(trace: Trace, steps: int) -> dict[str, dict[str, float]]:
@@ -144,10 +188,10 @@ def profile(trace: Trace, steps: int) -> dict[str, dict[str, float]]:
     for _ in range(steps):
         trace.fill_queue()
         with timed() as spent:
-            planned, plan_us, _ = trace.step()
+            planned, times = trace.step()
         kind = seen.setdefault(planned.kind, {})
-        for name, us in {**spent, "all": plan_us}.items():
-            kind.setdefault(PARTS.get(name, name), []).append(us)
+        for name, us in {**spent, "all": times["plan"]}.items():
+            kind.setdefault(name, []).append(us)
     return {
         kind: {part: statistics.median(us) for part, us in parts.items()}
         for kind, parts in seen.items()
@@ -189,16 +233,18 @@ def measure(rows: int = 256, nodes: int = 10_000, steps: int = 600) -> dict:
     """Plans by kind of step, decode plans of rows that stay, and a profile."""
     trace = Trace(rows, nodes)
     trace.warm_up()
-    times: dict[str, list[float]] = {"prefill": [], "decode": [], "publish": []}
+    times: dict[str, list[float]] = {"prefill": [], "decode": []}
+    others: dict[str, list[float]] = {}
     admitted, evicted, on_cpu, passed = 0, trace.schedule.evicted, 0.0, 0.0
     for _ in range(steps):
         trace.fill_queue()
         begin, cpu = time.perf_counter(), time.thread_time()
-        planned, plan_us, publish_us = trace.step()
+        planned, step_us = trace.step()
         on_cpu += time.thread_time() - cpu
         passed += time.perf_counter() - begin
-        times[planned.kind].append(plan_us)
-        times["publish"].append(publish_us)
+        times[planned.kind].append(step_us.pop("plan"))
+        for name, us in step_us.items():
+            others.setdefault(f"{name}, {planned.kind}", []).append(us)
         admitted += int(planned.plan.admission.rows.sum())
     mix = {kind: summary(seen) for kind, seen in times.items()}
     mix["all plans"] = summary(times["prefill"] + times["decode"])
@@ -209,8 +255,15 @@ def measure(rows: int = 256, nodes: int = 10_000, steps: int = 600) -> dict:
         "rows": rows, "nodes": nodes, "running": len(trace.schedule.running), "admitted": admitted,
         "evicted": trace.schedule.evicted - evicted, "mix": mix,
         "on_cpu": on_cpu / passed, "mean_us_per_model_step": spent / model_steps,
-        "hand_over": hand_over(trace.schedule.shape), "profile": profile(trace, steps // 2),
+        "hand_over": hand_over(trace.schedule.shape),
+        "profile": profile(trace, steps // 2),
     }  # fmt: skip
+    # By themselves: they take so long that plans between them would find every cache of the processor cold.
+    for _ in range(steps // 4):
+        trace.fill_queue()
+        planned, _ = trace.step()
+        others.setdefault(f"observe, {planned.kind}", []).append(trace.observe(planned))
+    mix |= {name: summary(seen) for name, seen in sorted(others.items())}
     # Nobody waits and nobody is near an end: the plan that most steps of long answers have.
     counts = trace.schedule.counts
     counts = counts.put(slice(None), budget=counts.budget * 1000)
