@@ -71,10 +71,6 @@ class Draft:
             self.counts, self._owns_counts = self.counts.copied(), True
         return self.counts
 
-    def width(self, group: str) -> int:
-        """How many block ids a row of this group's table holds."""
-        return self.before.tables[group].shape[1]
-
     def seat(self, running: Running) -> None:
         """Gives the request its row, and counts what it has read and made so far."""
         row, counts = running.row, self.own_counts()
