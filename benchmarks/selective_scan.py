@@ -29,7 +29,12 @@ RAGGED = (3, 0, 64, 70, 1, 200, 33, 129)
 CASES = tuple(
     Case("selective_scan", SIZES, RAGGED, 21, 3, dtype) for dtype in ("bfloat16", "float32")
 )
-TUNING = (ScanConfig((32,)), ScanConfig((64,)), ScanConfig((64, 16)))
+TUNING = (
+    ScanConfig((32, 8), tokens=32),
+    ScanConfig((32,)),
+    ScanConfig((32,), unroll=2, helpers=1),
+    ScanConfig((64,), unroll=2, helpers=1),
+)
 
 
 def call(operands, variant: ScanConfig | str, **changes):
@@ -75,7 +80,7 @@ BENCH = Prefill(
     goals=GOALS,
     floor=floor,
     block=(N, D),
-    chosen=lambda lengths: scan_config(len(lengths), D, N, 0),
+    chosen=lambda lengths: scan_config(len(lengths), D, N),
     tuning=TUNING,
     small=lambda variant: variant,
     cases=CASES,

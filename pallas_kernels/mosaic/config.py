@@ -37,11 +37,12 @@ class SelectiveConfig:
 @dataclass(frozen=True)
 class ScanConfig:
     """`widths` of the blocks of channels that the warpgroups of a program walk; tiles of `tokens`, of
-    which `unroll` are read from shared memory ahead of those being walked."""
+    which `unroll` are read from shared memory ahead of those being walked; one or two `helpers`."""
 
     widths: tuple[int, ...]
     tokens: int = 16
     unroll: int = 4
+    helpers: int = 2
 
     @property
     def channels(self) -> int:
@@ -104,18 +105,25 @@ def selective_config(rows: int, channels: int, size: int) -> SelectiveConfig:
     return SelectiveConfig(largest_divisor(channels // 128, (2, 1)))
 
 
-def scan_config(rows: int, channels: int, size: int, checkpoints: int) -> ScanConfig:
+def scan_config(rows: int, channels: int, size: int) -> ScanConfig:
     """Programs that leave none of 132 multiprocessors idle, and little work beside the recurrence."""
     # Cycles a token as measured with 16 states a channel: of a program, and of two on one
-    # multiprocessor, which have no room where they take more than 128 registers a thread.
-    costs = {(32, 8): (105, 210), (32,): (80, 125), (64,): (127, 254 if checkpoints else 220)}
+    # multiprocessor, one after the other where they have no room there together.
+    costs = {
+        ScanConfig((32, 8)): (89, 178),
+        ScanConfig((32,)): (71, 142),
+        ScanConfig((32,), unroll=2, helpers=1): (80, 125),
+        ScanConfig((64,), unroll=2, helpers=1): (127, 207),
+    }
 
-    def cost(widths: tuple[int, ...]) -> float:
-        pairs, single = divmod(-(-rows * channels // (132 * sum(widths))), 2)
-        return pairs * costs[widths][1] + single * costs[widths][0]
+    def cost(config: ScanConfig) -> float:
+        pairs, single = divmod(-(-rows * channels // (132 * config.channels)), 2)
+        return pairs * costs[config][1] + single * costs[config][0]
 
-    fits = [w for w in costs if channels % sum(w) == 0 and (sum(w) < 64 or size <= 32)]
-    return ScanConfig(min(fits, key=cost))
+    return min(
+        (c for c in costs if channels % c.channels == 0 and (c.channels < 64 or size <= 32)),
+        key=cost,
+    )
 
 
 def state_config(rows: int, heads: int, width: int, size: int) -> StateConfig:

@@ -2,9 +2,9 @@
 
 A program walks one row in one block of channels with the states in registers, one token after the
 other, so that no bit depends on where a row is cut. One or two warpgroups do nothing but the
-recurrence, each in channels of its own. A further one prepares the tokens ahead of them (step size,
-conversions) and finishes those behind them (sum over the groups of states, skip, gate), tile by
-tile through shared memory.
+recurrence, each in channels of its own. One more prepares the tokens ahead of them (step size,
+conversions) and another one, or the same, finishes those behind them (sum over the groups of
+states, skip, gate), tile by tile through shared memory.
 """
 
 from typing import Any
@@ -22,43 +22,17 @@ from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
 from pallas_kernels.mosaic.config import ScanConfig, scan_config
 from pallas_kernels.mosaic.gates import silu, step_size
-from pallas_kernels.rows import Rows, writes
+from pallas_kernels.mosaic.scan_layouts import (
+    GROUPS,
+    sorted_checkpoints,
+    state_layout,
+    token_layout,
+)
+from pallas_kernels.rows import Rows
 
 LOG2_E = 1.4426950408889634
-GROUPS = 4  # of a channel's states, each in a thread's registers or next to each other in a warp
 STRETCH = 16  # tokens of a tile without a loop: larger code is slower, smaller has more of the loop
-NEVER = 2**30  # a checkpoint position that no row reaches
-
-
-def token_layout(width: int):
-    """Layout of `[tokens, width]` outside the scan: eight threads hold up to 32 channels of a token."""
-    vector = min(4, width // 8)
-    tiles = (16, 8 * vector), (4, 8 * vector), (vector,)
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-5,), (-3, -2), -1)
-
-
-def state_layout(size: int, width: int):
-    """Layout of `[GROUPS, size / GROUPS, width]`: a warp holds a group, with 32 channels in its lanes.
-
-    Where there are fewer channels, several lanes share out the states of a group.
-    """
-    lanes = max(1, 32 // width)
-    states = min(4, size // GROUPS // lanes)
-    tile = GROUPS, lanes * states, min(width, 32)
-    if states == 1:
-        return plgpu.Layout.TILED(plgpu.Tiling((tile, (1,))), (-4,), (-3, -2), -1)
-    tiles = plgpu.Tiling((tile, (states, 1)))
-    return plgpu.Layout.TILED(tiles, (-5,), (-4, -3) if lanes > 1 else (-3,), -2)
-
-
-def sorted_checkpoints(rows: Rows) -> tuple[Int[Array, "R M+1"], Int[Array, "R M+1"]]:
-    """Positions and ids of each row's checkpoints in order, with one at the end that never comes."""
-    ids = writes(rows)[1]
-    positions = jnp.where(ids == 0, NEVER, rows.checkpoint_positions)
-    positions, ids = lax.sort((positions, ids), num_keys=1)
-    return jnp.pad(positions, ((0, 0), (0, 1)), constant_values=NEVER), jnp.pad(
-        ids, ((0, 0), (0, 1))
-    )
+BLOCK = 64  # tokens of the inputs that are copied to shared memory at once
 
 
 def selective_scan(
@@ -81,10 +55,15 @@ def selective_scan(
     tokens, channels = x.shape
     size, count = A.shape[1], rows.read_ids.shape[0]
     checkpoints = rows.checkpoint_ids.shape[1]
-    config = config or scan_config(count, channels, size, checkpoints)
+    config = config or scan_config(count, channels, size)
     widths, tile, unroll = config.widths, config.tokens, config.unroll
     (B, first_B), (C, first_C), (z, first_z) = (parts(operand) for operand in (B, C, z))
     per_group = size // GROUPS
+    # What each helper copies to shared memory: one for what comes before the recurrence and one for
+    # what comes after, or one for both.
+    copied_by = [("x", "dt"), ("x",) if z is None else ("x", "z")]
+    if config.helpers == 1:
+        copied_by = [tuple(dict.fromkeys(copied_by[0] + copied_by[1]))]
     all_parts = range(len(widths))
     firsts = [sum(widths[:n]) for n in all_parts]
 
@@ -101,6 +80,10 @@ def selective_scan(
         def begin_of(i):
             """Position in the row of the first token of tile i, earlier where the buffer ends."""
             return jnp.minimum(start + i * tile, tokens - tile) - start
+
+        def begin_of_block(n):
+            """First token of block n, earlier where the buffer ends."""
+            return jnp.minimum(start + n * BLOCK, tokens - BLOCK)
 
         # The recurrence ------------------------------------------------------------------------
 
@@ -140,10 +123,19 @@ def selective_scan(
                         rows = plgpu.layout_cast(rows, by_group).astype(states.dtype)
                         store(group_rows(states.at[layer, block, :, lane], k), rows)
 
-            def read_token(slot, token):
-                step, dtx = (load(ref.at[slot, token], by_channel) for ref in (steps, inputs))
-                B, C = (load(shared[name].at[slot, token], by_state) for name in "BC")
-                return step, dtx, B, C
+            def take(slot, first, count):
+                """Tokens `first` to `first + count` of a tile, each as step size, input, B and C."""
+                at = slot, pl.ds(first, count)
+                step, dtx = (load(ref.at[at], by_channel) for ref in (steps, inputs))
+                B, C = (load(shared[name].at[at], by_state) for name in "BC")
+                every = step, dtx, B, C
+
+                def token(value, n):
+                    # Without strides, which Mosaic does not know.
+                    start, stop = (n, 0, 0), (n + 1, *value.shape[1:])
+                    return lax.squeeze(lax.slice(value, start[: value.ndim], stop), (0,))
+
+                return [[token(value, n) for value in every] for n in range(count)]
 
             A = load_states(refs["A"].at[:, lane])
 
@@ -174,7 +166,7 @@ def selective_scan(
 
                     def again():
                         def step(token, h):
-                            step, dtx, B, _ = read_token(slot, token)
+                            ((step, dtx, B, _),) = take(slot, token, 1)
                             kept = begin + token < position
                             step, dtx = (jnp.where(kept, v, 0.0) for v in (step, dtx))
                             return advance(h, step, dtx, B)
@@ -190,14 +182,18 @@ def selective_scan(
             def stretch(slot, first, h):
                 """The states after the next `STRETCH` tokens of a tile."""
                 # A load waits for every store before it: read a piece before the last one is stored.
-                pieces = [range(n, n + unroll) for n in range(0, STRETCH, unroll)]
-                following = [read_token(slot, first + n) for n in pieces[0]]
-                for piece, ahead in zip(pieces, [*pieces[1:], ()], strict=True):
-                    tokens, following = following, [read_token(slot, first + n) for n in ahead]
-                    for n, (step, dtx, B, C) in zip(piece, tokens, strict=True):
+                following = take(slot, first, unroll)
+                for n in range(0, STRETCH, unroll):
+                    tokens, sum_of = following, []
+                    if n + unroll < STRETCH:
+                        following = take(slot, first + n + unroll, unroll)
+                    for step, dtx, B, C in tokens:
                         h = advance(h, step, dtx, B)
                         partial = jnp.sum(h * spread(C, (0, 1)), axis=1)
-                        store(sums.at[slot, first + n], plgpu.layout_cast(partial, by_group))
+                        partial = plgpu.layout_cast(partial, by_group)
+                        sum_of.append(lax.reshape(partial, (1, *partial.shape)))
+                    at = slot, pl.ds(first + n, unroll), pl.ds(0, GROUPS)
+                    store(sums.at[at], lax.concatenate(sum_of, 0))
                 return h
 
             def one_tile(i, carry):
@@ -257,7 +253,7 @@ def selective_scan(
             value = lax.broadcast_in_dim(value, (tile, widths[part]), (1,))
             return plgpu.layout_cast(value, layouts[part])
 
-        def feed():
+        def help(helper):
             weights = [
                 [per_channel(name, part) for name in ("skip", "dt_bias")] for part in all_parts
             ]
@@ -269,40 +265,55 @@ def selective_scan(
             nths = [nth(width, layout) for width, layout in zip(widths, layouts, strict=True)]
             narrow_nth = nth(size, narrow)
 
-            wide_columns = [("x", 0), ("dt", 0), *([] if refs["z"] is None else [("z", first_z)])]
+            prepares, finishes = "dt" in copied_by[helper], helper == len(copied_by) - 1
+            copies, arrived = shared["copies"][helper], shared["arrived"][helper]
+
+            def begin_copies(n):
+                """Starts copies of block n to shared memory."""
+                stage, span = lax.rem(n, 2), pl.ds(begin_of_block(n), BLOCK)
+                for name, targets in copies.items():
+                    first = origin + (first_z if name == "z" else 0)
+                    for part in all_parts:
+                        source = refs[name].at[span, pl.ds(first + firsts[part], widths[part])]
+                        target = targets[part].at[stage]
+                        plgpu.copy_gmem_to_smem(source, target, arrived.at[stage])
+
+            def copied(i, name, part):
+                n = lax.div(i, BLOCK // tile)
+                at = lax.rem(n, 2), pl.ds(start + begin_of(i) - begin_of_block(n), tile)
+                return load(copies[name][part].at[at], layouts[part]).astype(jnp.float32)
 
             def fetch(i):
-                """The inputs of tile i; nothing waits for them yet."""
+                """B and C of tile i; nothing waits for them yet."""
                 span = pl.ds(start + begin_of(i), tile)
+                both = (("B", first_B), ("C", first_C)) if prepares else ()
+                return [load(refs[name].at[span, pl.ds(at, size)], narrow) for name, at in both]
 
-                def fetch_wide(part, name, column):
-                    at = pl.ds(column + origin + firsts[part], widths[part])
-                    return load(refs[name].at[span, at], layouts[part])
-
-                wide = [[fetch_wide(part, *c) for c in wide_columns] for part in all_parts]
-                both = (("B", first_B), ("C", first_C))
-                return wide, [
-                    load(refs[name].at[span, pl.ds(at, size)], narrow) for name, at in both
-                ]
-
-            def prepare(i, wide, both):
+            def prepare(i, both):
                 slot, skipped = lax.rem(i, 2), i * tile - begin_of(i)
                 left = length - begin_of(i)
+                is_part = (skipped > 0) | (left < tile)  # other tokens of the tile change no state
 
-                def masked(value, nth):
-                    return jnp.where((nth >= skipped) & (nth < left), value, 0.0)
+                def leave(ref, value, nth):
+                    """Stores a tile, with zeros for tokens that are not the row's."""
+                    ref = ref.at[slot]
+                    store(ref, value.reshape(ref.shape))
+
+                    @pl.when(is_part)
+                    def _():
+                        kept = jnp.where((nth >= skipped) & (nth < left), value, 0.0)
+                        store(ref, kept.reshape(ref.shape))
 
                 for part in all_parts:
-                    x, dt = (value.astype(jnp.float32) for value in wide[part][:2])
-                    dt = masked(step_size(dt, weights[part][1]), nths[part])
-                    store(shared["step"][part].at[slot], dt)
-                    store(shared["input"][part].at[slot], masked(dt * x, nths[part]))
-                B, C = (value.astype(jnp.float32) for value in both)
-                for name, value in ("B", masked(B, narrow_nth)), ("C", C):
-                    store(shared[name].at[slot], value.reshape((tile, GROUPS, per_group)))
+                    x, dt = (copied(i, name, part) for name in ("x", "dt"))
+                    dt = step_size(dt, weights[part][1])
+                    leave(shared["step"][part], dt, nths[part])
+                    leave(shared["input"][part], dt * x, nths[part])
+                for name, value in zip("BC", both, strict=True):
+                    leave(shared[name], value.astype(jnp.float32), narrow_nth)
                 plgpu.barrier_arrive(shared["ready"].at[slot])
 
-            def finish(i, wide):
+            def finish(i):
                 slot = lax.rem(i, 2)
                 plgpu.barrier_wait(shared["done"].at[slot])
                 outputs = []
@@ -310,42 +321,62 @@ def selective_scan(
                     sums, layout, skip = shared["y"][part], layouts[part], weights[part][0]
                     total = [load(sums.at[slot, :, g], layout) for g in range(GROUPS)]
                     out = (total[0] + total[1]) + (total[2] + total[3])
-                    x, _, *gate = (value.astype(jnp.float32) for value in wide[part])
-                    out = out if skip is None else out + skip * x
-                    out = out * silu(*gate) if gate else out
+                    out = out if skip is None else out + skip * copied(i, "x", part)
+                    out = out * silu(copied(i, "z", part)) if "z" in copies else out
                     outputs.append(out.astype(y.dtype))
+                if not prepares:
+                    plgpu.barrier_arrive(shared["taken"].at[slot])
                 count, begin = jnp.minimum(length - i * tile, tile), begin_of(i)
                 emit(outputs, start + begin, i * tile - begin, count)
 
-            def turn(i, carry):
-                (wide, both), before = carry
+            def turn(i, both):
                 following = fetch(jnp.minimum(i + 1, tiles - 1))
+                n, within = lax.div(i, BLOCK // tile), lax.rem(i, BLOCK // tile)
+
+                @pl.when((within == 1 % (BLOCK // tile)) & ((n + 1) * BLOCK < length))
+                def _():
+                    # No warp reads the block before this one any more.
+                    plgpu.commit_smem()
+                    begin_copies(n + 1)
 
                 @pl.when(i < tiles)
                 def _():
-                    prepare(i, wide, both)
+                    pl.when(within == 0)(lambda: plgpu.barrier_wait(arrived.at[lax.rem(n, 2)]))
+                    if prepares:
+                        if not finishes:
 
-                @pl.when(i > 0)
-                def _():
-                    finish(i - 1, before)
+                            @pl.when(i >= 2)
+                            def _():
+                                plgpu.barrier_wait(shared["taken"].at[lax.rem(i, 2)])
 
-                return following, wide
+                        prepare(i, both)
+                    else:
+                        finish(i)
+
+                if prepares and finishes:
+                    pl.when(i > 0)(lambda: finish(i - 1))
+                return following
 
             @pl.when(tiles > 0)
             def _():
-                first = fetch(0)
-                lax.fori_loop(0, tiles + 1, turn, (first, first[0]))
+                begin_copies(0)
+                last = tiles + 1 if prepares and finishes else tiles
+                lax.fori_loop(0, last, turn, fetch(0))
 
+            if not finishes:
+                return
             zeros(start, lax.select(is_live, start, stop))
             zeros(0, lax.select(row == 0, start, 0))
             zeros(lax.select(row == count - 1, stop, tokens), tokens)
 
         for part in all_parts:
             pl.when(lax.axis_index("thread") == part)(lambda part=part: walk(part))
-        pl.when(lax.axis_index("thread") == len(widths))(feed)
+        for helper in range(len(copied_by)):
+            number = len(widths) + helper
+            pl.when(lax.axis_index("thread") == number)(lambda helper=helper: help(helper))
 
     kernel.__name__ = "selective_scan_kernel"
-    missing = max(tile - tokens, 0)
+    missing = max(BLOCK - tokens, 0)
     tokens += missing
 
     def padded(value):
@@ -373,14 +404,24 @@ def selective_scan(
         return plgpu.SMEM(shape, dtype)
 
     scratch = {
+        "copies": [
+            {n: [buffer(2, BLOCK, w, dtype=operands[n].dtype) for w in widths] for n in names}
+            for names in copied_by
+        ],
+        "arrived": [
+            plgpu.Barrier(num_arrivals=len(names) * len(widths), num_barriers=2)
+            for names in copied_by
+        ],
         "step": [buffer(2, tile, width) for width in widths],
         "input": [buffer(2, tile, width) for width in widths],
         "B": buffer(2, tile, GROUPS, per_group),
         "C": buffer(2, tile, GROUPS, per_group),
-        "y": [buffer(2, tile, GROUPS, width) for width in widths],
+        # One group more where several tokens of a narrow block would share banks.
+        "y": [buffer(2, tile, GROUPS + (width < 32), width) for width in widths],
         "tail": [buffer(tile, width, dtype=x.dtype) for width in widths],
         "ready": plgpu.Barrier(num_barriers=2),
         "done": plgpu.Barrier(num_arrivals=len(widths), num_barriers=2),
+        "taken": plgpu.Barrier(num_barriers=2),
     }
     y, states = call(
         kernel,
@@ -389,7 +430,7 @@ def selective_scan(
         jax.ShapeDtypeStruct((tokens, channels), x.dtype),
         grid={"row": count, "channels": channels // config.channels},
         scratch=scratch,
-        threads=len(widths) + 1,
+        threads=len(widths) + len(copied_by),
         interpret=interpret,
     )
     return y[: x.shape[0]], states

@@ -23,8 +23,8 @@ CALLS = (
     (Case("selective_scan", {"D": 32, "N": 16}, (3, 0, 18, 5, 30), 6, 3), ScanConfig((32,), 16, 8)),
     # The buffer is shorter than a tile.
     (Case("selective_scan", {"D": 40, "N": 16}, (2, 3), **BARE), ScanConfig((32, 8), 16, 16)),
-    # Tiles of two stretches, blocks of channels of every width.
-    (Case("selective_scan", {"D": 16, "N": 32}, (35,), 3, 2), ScanConfig((16,), 32, 2)),
+    # Tiles of two stretches, three blocks of inputs, the last of which begins within the one before.
+    (Case("selective_scan", {"D": 16, "N": 32}, (150,), 3, 2), ScanConfig((16,), 32, 2, 1)),
 )
 
 
@@ -109,8 +109,8 @@ def lower(operands, layers=1, **options) -> str:
 
 CHOICES = (
     (ScanConfig((32, 8), 32), 0, 16),
-    (ScanConfig((64, 16)), 3, 16),
-    (ScanConfig((64,)), 0, 16),
+    (ScanConfig((64,), 16, 2, 1), 3, 16),
+    (ScanConfig((64,), 16, 2, 1), 0, 16),
     (ScanConfig((32,)), 0, 64),
 )
 
@@ -133,11 +133,10 @@ def test_a_hopper_gpu_is_given_the_scan(monkeypatch, tokens, rows):
     assert text.count("custom_call @mosaic_gpu_v2") == 1
 
 
-@pytest.mark.parametrize("checkpoints", [0, 3])
 @pytest.mark.parametrize("rows", [1, 8, 100])
 @pytest.mark.parametrize(("channels", "size"), [(32, 16), (96, 32), (5120, 16), (2048, 64)])
-def test_scan_configurations_divide_the_channels_and_the_states(rows, channels, size, checkpoints):
-    chosen = scan_config(rows, channels, size, checkpoints)
+def test_scan_configurations_divide_the_channels_and_the_states(rows, channels, size):
+    chosen = scan_config(rows, channels, size)
     assert channels % chosen.channels == size % 16 == 64 % chosen.tokens == 0
     assert chosen.tokens % 16 == 16 % chosen.unroll == 0
 
