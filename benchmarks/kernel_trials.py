@@ -11,7 +11,7 @@ from jax import lax
 from pallas_kernels.blocks import read_blocks
 from pallas_kernels.cases import Case, make_rows
 
-MAMBA = {"D": 5120, "N": 16}
+MAMBA = {"D": 5120, "N": 16, "rank": 160}
 MAMBA2 = {"H": 80, "P": 64, "G": 1, "N": 128, "K": 4, "DC": 80 * 64 + 2 * 128}
 
 
@@ -24,6 +24,7 @@ def pool_shapes(op: str) -> dict[str, tuple[tuple[int, ...], Any]]:
     return {
         "conv_step": windows,
         "selective_step": selective,
+        "low_rank_step": selective,
         "ssd_step": states,
     }[op]
 
@@ -31,11 +32,13 @@ def pool_shapes(op: str) -> dict[str, tuple[tuple[int, ...], Any]]:
 def make_inputs(op: str, rows: int, dtype, key) -> dict[str, jax.Array]:
     """Random inputs of a call of `rows` rows."""
     D, N, m = MAMBA["D"], MAMBA["N"], MAMBA2
-    if op == "selective_step":
+    if op in ("selective_step", "low_rank_step"):
         shapes = {
             "x": (rows, D), "dt": (rows, D), "A": (D, N), "B": (rows, N), "C": (rows, N), "skip": (D,),
             "z": (rows, D), "dt_bias": (D,),
         }  # fmt: skip
+        if op == "low_rank_step":
+            shapes |= {"dt": (rows, MAMBA["rank"]), "dt_weight": (D, MAMBA["rank"])}
     elif op == "conv_step":
         shapes = {"x": (rows, m["DC"]), "weight": (m["K"], m["DC"]), "bias": (m["DC"],)}
     else:
@@ -48,6 +51,8 @@ def make_inputs(op: str, rows: int, dtype, key) -> dict[str, jax.Array]:
     for name, shape in shapes.items():
         key, use = jax.random.split(key)
         value = jax.random.normal(use, shape, jnp.float32)
+        if name == "dt_weight":
+            value = value / MAMBA["rank"] ** 0.5
         inputs[name] = -jnp.exp(value) if name == "A" else value.astype(dtype)
     return inputs
 
@@ -59,8 +64,10 @@ def truth(op: str, inputs, states: dict[str, Any]) -> tuple[Any, dict[str, Any]]
         seen = jnp.concatenate([states["windows"], v["x"][:, None]], axis=1)
         y = jnp.einsum("rkd,kd->rd", seen, v["weight"]) + v["bias"]
         return y / (1 + jnp.exp(-y)), {"windows": seen[:, 1:]}
+    if op == "low_rank_step":
+        v["dt"] = jnp.dot(v["dt"], v["dt_weight"].T).astype(inputs["dt"].dtype).astype(jnp.float64)
     dt = jnp.log1p(jnp.exp(v["dt"] + v["dt_bias"]))
-    if op == "selective_step":
+    if op in ("selective_step", "low_rank_step"):
         h = jnp.exp(dt[:, None] * v["A"].T) * states["states"]
         h = h + v["B"][:, :, None] * (dt * v["x"])[:, None]
         y = (jnp.einsum("rnd,rn->rd", h, v["C"]) + v["skip"] * v["x"]) * v["z"]
@@ -164,7 +171,9 @@ def check(call: Callable, trial: Trial) -> tuple[dict[str, float], list[str]]:
         )
     wrong = [f"false: {name}" for name, value in true.items() if not value]
     for name, value in errors.items():
-        rounded = y.dtype != jnp.float32 and name != "states"
+        # Step sizes of low rank are rounded to the inputs' dtype on their way to the state.
+        within = name != "states" or trial.op == "low_rank_step"
+        rounded = y.dtype != jnp.float32 and within
         if not value <= (2.0**-7 if rounded else 1e-5):
             wrong.append(f"{name}: error {value:.1e}")
     return {name: float(value) for name, value in errors.items()}, wrong

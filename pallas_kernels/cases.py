@@ -71,6 +71,8 @@ TESTS = (
     Case("conv_step", _CONV, _ONES, dtype="bfloat16", state_dtype="bfloat16", absent=("bias",)),
     Case("selective_step", _MAMBA, _ONES),
     Case("selective_step", _MAMBA, _ONES, dtype="bfloat16", absent=("skip", "z", "dt_bias")),
+    Case("selective_step", {**_MAMBA, "rank": 6}, _ONES),
+    Case("selective_step", {**_MAMBA, "rank": 6}, _ONES, dtype="bfloat16", absent=("dt_bias",)),
     Case("ssd_step", _MAMBA2, _ONES, options={"dt_limit": (0.1, 0.9)}),
     Case("ssd_step", _MAMBA2, _ONES, dtype="bfloat16", state_dtype="bfloat16"),
     Case("ssd_step", {"H": 3, "P": 5, "G": 1, "N": 7}, (1,), absent=("skip", "dt_bias", "gate")),
@@ -137,6 +139,8 @@ SHAPES = {
     "selective_step": SHAPES["selective_scan"],
     "ssd_step": {**SHAPES["ssd"], "gate": "T HP"},
 }
+# Where a case has a rank.
+LOW_RANK = {"dt": "T rank", "dt_weight": "D rank"}
 POOLS = ("windows", "states")
 PER_TOKEN = ("x", "dt", "B", "C", "z", "gate")
 
@@ -185,7 +189,7 @@ def make_operands(
     if case.op == "ssd_step":
         sizes["HP"] = sizes["H"] * sizes["P"]
     operands: dict[str, Any] = {"layer": layers - 1, **case.options}
-    for name, dims in SHAPES[case.op].items():
+    for name, dims in {**SHAPES[case.op], **(LOW_RANK if "rank" in sizes else {})}.items():
         shape = tuple(sizes[dim] for dim in dims.split())
         if name in case.absent:
             operands[name] = None
@@ -199,6 +203,9 @@ def make_operands(
             operands[name] = jnp.asarray(-np.exp(rng.normal(size=shape)), jnp.float32)
         else:
             values = rng.normal(size=shape)
+            if "rank" in sizes and name in LOW_RANK:
+                # Sums are exact in float32 in any order, so that all round them alike.
+                values = np.round(8 * values) / (8 if name == "dt" else 32)
             if name in PER_TOKEN:
                 values[sum(case.lengths) :] = np.nan
             operands[name] = jnp.asarray(values, case.dtype)

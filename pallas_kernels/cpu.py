@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import update_blocks
+from pallas_kernels.xla.dense import rows_matmul
 from pallas_kernels.xla.gates import NO_LIMIT, live_outputs, step_size
 
 __all__ = ["selective_step", "ssd_step", "supports"]
@@ -26,7 +27,7 @@ def supports(op: str, operands: Mapping[str, Any]) -> str | None:
 
 def selective_step(
     x: Float[Array, "R D"],
-    dt: Float[Array, "R D"],
+    dt: Float[Array, "R _"],
     A: Float[Array, "D N"],
     B: Float[Array, "R N"],
     C: Float[Array, "R N"],
@@ -37,8 +38,11 @@ def selective_step(
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    dt_weight: Float[Array, "D K"] | None = None,
 ) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks N D"]]:
     """`pallas_kernels.selective_step` row after row."""
+    if dt_weight is not None:
+        dt = rows_matmul(dt, dt_weight, dtype=dt.dtype)
     x_, B, C = (v.astype(jnp.float32) for v in (x, B, C))
     dt = step_size(dt, dt_bias)
     A = A.astype(jnp.float32).T

@@ -242,7 +242,7 @@ def conv_step(
 
 def selective_step(
     x: Matrix,
-    dt: Float[Array, "R D"],
+    dt: Matrix,
     A: Float[Array, "D N"],
     B: Matrix,
     C: Matrix,
@@ -253,12 +253,15 @@ def selective_step(
     layer: Layer,
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    dt_weight: Float[Array, "D K"] | None = None,
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks N D"]]:
     """`selective_scan` of one token a row (arXiv:2312.00752). Returns `(y, states)`.
 
-    `x[R, D]`, `B[R, N]`, `C[R, N]` and `z[R, D]` may be `Columns`.
+    The step sizes before bias and softplus are `dt[R, D]` or, with `dt_weight`, the product
+    `dt[R, K] @ dt_weight.T`, summed in float32 and rounded to the dtype of `dt`. `x[R, D]`, `dt`,
+    `B[R, N]`, `C[R, N]` and `z[R, D]` may be `Columns`.
 
     Raises ValueError for shapes that do not fit or an unknown implementation, and TypeError for
     dtypes.
@@ -267,7 +270,7 @@ def selective_step(
     operands, sizes = _floats(
         op,
         x=(x, "R D"),
-        dt=(dt, "R D"),
+        dt=(dt, "R D" if dt_weight is None else "R K"),
         A=(A, "D N"),
         B=(B, "R N"),
         C=(C, "R N"),
@@ -275,6 +278,7 @@ def selective_step(
         z=(z, "R D"),
         dt_bias=(dt_bias, "D"),
         states=(states, "_ _ N D"),
+        dt_weight=(dt_weight, "D K"),
     )
     operands |= {"layer": _layer(layer), **_ids(op, sizes["R"], read_ids, write_ids)}
     return run(op, implementation, operands)

@@ -167,7 +167,7 @@ def conv_step(
 
 def selective_step(
     x: Float[Array, "R D"],
-    dt: Float[Array, "R D"],
+    dt: Float[Array, "R D"] | Float[Array, "R K"],
     A: Float[Array, "D N"],
     B: Float[Array, "R N"],
     C: Float[Array, "R N"],
@@ -178,8 +178,11 @@ def selective_step(
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    dt_weight: Float[Array, "D K"] | None = None,
 ) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks N D"]]:
     """`selective_scan` of rows of one token."""
+    if dt_weight is not None:
+        dt = rows_matmul(dt, dt_weight, dtype=dt.dtype)
     rows = decode_rows(read_ids, write_ids)
     return selective_scan(x, dt, A, B, C, skip, z, dt_bias, states, layer, rows)
 

@@ -142,7 +142,7 @@ class MambaMixer(nnx.Module):
         )  # fmt: skip
         dt, B, C = self._select(inner)
         y, states = pk.selective_scan(
-            inner, dt, self._A(), B, C, self.D[...], gate, self.dt_bias[...], pools["ssm"], layer,
+            inner, self.dt_proj(dt), self._A(), B, C, self.D[...], gate, self.dt_bias[...], pools["ssm"], layer,
             rows,
         )  # fmt: skip
         return self.out_proj(y, self.shards), {"conv": windows, "ssm": states}
@@ -167,7 +167,7 @@ class MambaMixer(nnx.Module):
         dt, B, C = self._select(inner)
         y, states = pk.selective_step(
             inner, dt, constants, B, C, self.D[...], gate, self.dt_bias[...], pools["ssm"], layer,
-            rows.read_ids, rows.write_ids,
+            rows.read_ids, rows.write_ids, self.dt_proj.weight[...],
         )  # fmt: skip
         return self.out_proj(y, self.shards, residual), {"conv": windows, "ssm": states}
 
@@ -175,10 +175,8 @@ class MambaMixer(nnx.Module):
         """Inputs of the convolution, and gate."""
         return pk.split(self.in_proj(x), *[self.config.intermediate_size] * 2)
 
-    def _select(
-        self, inner: Array | pk.Columns
-    ) -> tuple[Array, pk.Columns | Array, pk.Columns | Array]:
-        """The step size before its bias and softplus, and the input and output maps of the state.
+    def _select(self, inner: Array | pk.Columns) -> list[pk.Columns] | list[Array]:
+        """What `dt_proj` makes the step sizes of, and the input and output maps of the state.
 
         They depend on all channels, so that shards sum here too, before the scan.
         """
@@ -186,10 +184,8 @@ class MambaMixer(nnx.Module):
         parts = pk.split(chosen, c.time_step_rank, c.state_size, c.state_size)
         if c.mixer_rms_eps is not None:
             parts = [part.sliced() for part in parts]
-            dt, B, C = [rms_normalise(part, c.mixer_rms_eps).astype(part.dtype) for part in parts]
-            return self.dt_proj(dt), B, C
-        dt, B, C = parts
-        return self.dt_proj(dt), B, C
+            return [rms_normalise(part, c.mixer_rms_eps).astype(part.dtype) for part in parts]
+        return parts
 
     def _A(self) -> Array:
         return -jnp.exp(self.A_log[...])

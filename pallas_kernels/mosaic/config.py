@@ -22,11 +22,18 @@ class CausalConvConfig:
 @dataclass(frozen=True)
 class SelectiveConfig:
     """`width` channels a thread, `lanes` states of a channel side by side in a warp, and `rows` rows
-    of the batch in a program."""
+    of the batch in a program, `ahead` of which (0: all) are under way at once.
+
+    Step sizes of low rank are made by the tensor `cores`, of 64 channels or multiples, or by plain
+    arithmetic with one channel a thread; there `warpgroups` can divide the rows.
+    """
 
     width: int
     lanes: int = 1
     rows: int = 1
+    ahead: int = 0
+    warpgroups: int = 1
+    cores: bool = False
 
     @property
     def channels(self) -> int:
@@ -94,8 +101,20 @@ def causal_conv_config(tokens: int, channels: int) -> CausalConvConfig:
     return CausalConvConfig(width, 64 if many else 32, 8)
 
 
-def selective_config(rows: int, channels: int, size: int) -> SelectiveConfig:
-    """Small batches want many programs; in larger ones two rows share a load of `A`."""
+def selective_config(
+    rows: int, channels: int, size: int, *, low_rank: bool = False
+) -> SelectiveConfig:
+    """Small batches want many programs; in larger ones two rows share a load of `A`.
+
+    With step sizes of low rank, programs share the matrix's tile, and all run at once.
+    """
+    if low_rank and rows <= 2:
+        return SelectiveConfig(1, lanes=8)
+    if low_rank and rows <= 32:
+        own, ahead, groups = (8, 0, 4) if rows <= 8 else (4, 0, 2) if rows <= 16 else (4, 2, 1)
+        return SelectiveConfig(2, 4, own, ahead, groups, cores=True)
+    if low_rank:
+        return SelectiveConfig(2, 4, 8, 2, cores=True)
     if size % 4:
         return SelectiveConfig(1)
     if rows < 32:

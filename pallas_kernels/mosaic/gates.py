@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 NO_LIMIT = (0.0, float("inf"))
+LOG2_E = 1.4426950408889634
 
 
 def float32(values: Iterable[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from pallas_kernels.mosaic.blocks import inside, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
 from pallas_kernels.mosaic.config import ScanConfig, scan_config
-from pallas_kernels.mosaic.gates import silu, step_size
+from pallas_kernels.mosaic.gates import LOG2_E, silu, step_size
 from pallas_kernels.mosaic.scan_layouts import (
     GROUPS,
     sorted_checkpoints,
@@ -30,7 +30,6 @@ from pallas_kernels.mosaic.scan_layouts import (
 )
 from pallas_kernels.rows import Rows
 
-LOG2_E = 1.4426950408889634
 STRETCH = 16  # tokens of a tile without a loop: larger code is slower, smaller has more of the loop
 BLOCK = 64  # tokens of the inputs that are copied to shared memory at once
 

@@ -63,7 +63,8 @@ def _ssd_reason(operands: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _matmul_reason(x, weight, **_: Any) -> str | None:
+def matmul_reason(x, weight, **_: Any) -> str | None:
+    """Why the kernel for products of few rows cannot run one; None if it can."""
     if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
         return f"its operands are bfloat16, and these are {x.dtype} and {weight.dtype}"
     (rows, inputs), features = x.shape, weight.shape[0]
@@ -82,7 +83,7 @@ def _projected_conv_reason(x, weight, conv_weight, windows, first, **_: Any) -> 
         return f"it keeps windows in the dtype of x, {x.dtype}, and these are {windows.dtype}"
     if not 2 <= taps <= MOST_TAPS:
         return f"it keeps windows of 2 to {MOST_TAPS} taps, got {taps}"
-    reason = _matmul_reason(x, weight)
+    reason = matmul_reason(x, weight)
     if reason:
         return reason
     features, inputs = weight.shape
@@ -95,6 +96,19 @@ def _projected_conv_reason(x, weight, conv_weight, windows, first, **_: Any) -> 
     return None
 
 
+def low_rank_reason(dt, dt_weight, rows: int, channels: int, size: int) -> str | None:
+    """Why the step kernel cannot multiply by `dt_weight` on its way, or should not; None if it can."""
+    if dt.dtype != jnp.bfloat16 or dt_weight.dtype != jnp.bfloat16:
+        return f"its operands are bfloat16, and these are {dt.dtype} and {dt_weight.dtype}"
+    rank = dt_weight.shape[1]
+    if rank % 16 or rank > 512:
+        return f"it needs a rank that is a multiple of 16, at most 512, got {rank}"
+    if channels % 64 or size % 8:
+        return f"it needs a multiple of 64 channels and of 8 states, got {channels} and {size}"
+    # Measured: a launch of its own is faster.
+    return None if rows <= MOST_ROWS else f"it is for 1 to {MOST_ROWS} rows, got {rows}"
+
+
 def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
     """Why the shapes do not fit the kernels' tiles; None if they do."""
     if op == "fill_blocks":
@@ -104,7 +118,7 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
         size = math.prod(pool.shape[2:])
         return f"a block holds {size} numbers, not a multiple of 128" if size % 128 else None
     if op == "rows_matmul":
-        return _matmul_reason(**operands)
+        return matmul_reason(**operands)
     if op == "rms_norm":
         rows, size = operands["x"].shape
         if not 0 < rows <= MOST_ROWS:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import read_blocks, write_blocks
 from pallas_kernels.rows import Rows, token_rows, writes
+from pallas_kernels.xla.dense import rows_matmul
 from pallas_kernels.xla.gates import live_outputs, step_size
 from pallas_kernels.xla.grid import (
     chain,
@@ -153,7 +154,7 @@ def selective_scan(
 
 def selective_step(
     x: Float[Array, "R D"],
-    dt: Float[Array, "R D"],
+    dt: Float[Array, "R D"] | Float[Array, "R K"],
     A: Float[Array, "D N"],
     B: Float[Array, "R N"],
     C: Float[Array, "R N"],
@@ -164,8 +165,11 @@ def selective_step(
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    dt_weight: Float[Array, "D K"] | None = None,
 ) -> tuple[Float[Array, "R D"], Float[Array, "layers blocks N D"]]:
     """`pallas_kernels.selective_step` in XLA."""
+    if dt_weight is not None:
+        dt = rows_matmul(dt, dt_weight, dtype=dt.dtype)
     x_, B_, C_ = (v.astype(jnp.float32) for v in (x, B, C))
     dt_ = step_size(dt, dt_bias)
     h = read_blocks(states, layer, read_ids).astype(jnp.float32)

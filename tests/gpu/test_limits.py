@@ -17,26 +17,24 @@ PROJECTED = {"I": 2560, "O": 10576, "D": 5376, "K": 4}
 RAGGED = (1, 130, 64, 0, 257, 63, 77, 5)
 HALF = {"dtype": "bfloat16"}
 # At the sizes of real models: rows that start fresh, go on in place, fork and are null.
-REAL = {
-    case.op: case
-    for case in (
-        Case("causal_conv", {"D": 5376, "K": 4}, RAGGED, 7, 2, **HALF, state_dtype="bfloat16"),
-        Case("conv_step", {"D": 5376, "K": 4}, (1,) * 33, **HALF, state_dtype="bfloat16"),
-        Case("selective_step", MAMBA, (1,) * 33, **HALF),
-        Case("ssd_step", MAMBA2, (1,) * 33, **HALF),
-        Case(
-            "projected_conv_step",
-            PROJECTED,
-            (1,) * 33,
-            options={"first": 5120},
-            **HALF,
-            state_dtype="bfloat16",
-        ),
-        Case("selective_scan", MAMBA, RAGGED, 7, 2, **HALF),
-        Case("ssd", MAMBA2, RAGGED, 7, 2, **HALF),
-    )
-}
-of_each_op = pytest.mark.parametrize("case", REAL.values(), ids=lambda case: case.op)
+REAL = (
+    Case("causal_conv", {"D": 5376, "K": 4}, RAGGED, 7, 2, **HALF, state_dtype="bfloat16"),
+    Case("conv_step", {"D": 5376, "K": 4}, (1,) * 33, **HALF, state_dtype="bfloat16"),
+    Case("selective_step", MAMBA, (1,) * 33, **HALF),
+    *(Case("selective_step", {**MAMBA, "rank": 160}, (1,) * rows, **HALF) for rows in (1, 8, 33)),
+    Case("ssd_step", MAMBA2, (1,) * 33, **HALF),
+    Case(
+        "projected_conv_step",
+        PROJECTED,
+        (1,) * 33,
+        options={"first": 5120},
+        **HALF,
+        state_dtype="bfloat16",
+    ),
+    Case("selective_scan", MAMBA, RAGGED, 7, 2, **HALF),
+    Case("ssd", MAMBA2, RAGGED, 7, 2, **HALF),
+)
+of_each_op = pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
 
 
 @of_each_op

@@ -89,7 +89,10 @@ def conv_step(read_ids, write_ids, **operands):
     return causal_conv(**operands, rows=_one_token(read_ids, write_ids))
 
 
-def selective_step(read_ids, write_ids, **operands):
+def selective_step(read_ids, write_ids, dt_weight=None, **operands):
+    if dt_weight is not None:
+        dt, dtype = operands["dt"], operands["dt"].dtype
+        operands["dt"] = (_f64(dt) @ _f64(dt_weight).T).astype(dtype)
     return selective_scan(**operands, rows=_one_token(read_ids, write_ids))
 
 

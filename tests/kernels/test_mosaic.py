@@ -22,6 +22,8 @@ CONV = {"D": 256, "K": 4}
 MAMBA = {"D": 256, "N": 16}
 MAMBA2 = {"H": 4, "P": 32, "G": 2, "N": 32}
 LIMIT = {"dt_limit": (0.1, 0.9)}
+BARE = ("skip", "z", "dt_bias")
+BRAIN = {"dtype": "bfloat16"}
 HALF = {"dtype": "bfloat16", "state_dtype": "bfloat16"}
 
 CALLS = (
@@ -32,6 +34,19 @@ CALLS = (
     (
         Case("selective_step", {"D": 128, "N": 3}, ROWS, absent=("skip", "z", "dt_bias"), **HALF),
         SelectiveConfig(1, rows=2),
+    ),
+    *(
+        (Case("selective_step", {"D": 128, "N": 16, "rank": rank}, (1,) * rows, **more), chosen)
+        for rank, rows, more, chosen in (
+            (160, 6, BRAIN, SelectiveConfig(2, 4, cores=True)),
+            (160, 6, BRAIN, SelectiveConfig(1, 4, 4)),
+            (48, 3, BRAIN, SelectiveConfig(2, 4, 4, warpgroups=2, cores=True)),
+            (64, 20, HALF, SelectiveConfig(2, 4, 8, 2, cores=True)),
+            (96, 9, {**BRAIN, "absent": BARE}, SelectiveConfig(4, 4, 8, warpgroups=4, cores=True)),
+            (48, 5, {**HALF, "absent": BARE}, SelectiveConfig(1, 8)),
+            (24, 5, BRAIN, None),  # a product in a launch before
+            (160, 5, {}, None),
+        )
     ),
     (Case("ssd_step", MAMBA2, ROWS, options=LIMIT), StateConfig(16)),
     (Case("ssd_step", MAMBA2, ROWS, absent=("skip", "dt_bias", "gate"), **HALF), StateConfig(32)),
@@ -51,7 +66,7 @@ def test_a_kernel_equals_the_loops(case, chosen):
 
 FORMS = [
     next(call for call in CALLS if call[0].op == op) for op in ("conv_step", "selective_step")
-] + [call for call in CALLS if call[0].options == LIMIT]
+] + [call for call in CALLS if call[0].options == LIMIT or call[0].sizes.get("rank") == 160]
 
 
 @pytest.mark.parametrize(("case", "chosen"), FORMS, ids=lambda v: getattr(v, "name", repr(v)))
@@ -111,12 +126,12 @@ SIZES = {
 }
 
 
-def abstract_operands(op: str, rows: int, state_dtype: str = "float32"):
+def abstract_operands(op: str, rows: int, state_dtype: str = "float32", **more: int):
     """Shapes of a call's operands, without their memory."""
-    sizes = {"T": rows, **SIZES[op]}
+    sizes = {"T": rows, **SIZES[op], **more}
     sizes["HP"] = 80 * 64
     shapes = {"layer": jax.ShapeDtypeStruct((), jnp.int32)}
-    for name, dims in cases.SHAPES[op].items():
+    for name, dims in {**cases.SHAPES[op], **(cases.LOW_RANK if more else {})}.items():
         shape = tuple(sizes.get(dim, 3) for dim in dims.split())
         dtype = "float32" if name == "A" else "bfloat16"
         if name in cases.POOLS:
@@ -169,6 +184,74 @@ def test_a_kernel_lowers_for_cuda_in_place_and_once_for_all_layers(op, chosen):
     assert text.count("tf.aliasing_output") == 1
 
 
+LOW_RANK_CHOICES = (
+    SelectiveConfig(1, 8),
+    SelectiveConfig(1, 4, 2),
+    SelectiveConfig(2, 4, 2, cores=True),
+    SelectiveConfig(2, 4, 8, 2, cores=True),
+    SelectiveConfig(2, 4, 8, warpgroups=4, cores=True),
+    SelectiveConfig(4, 4, 8, warpgroups=2, cores=True),
+)
+
+
+@pytest.mark.parametrize("chosen", LOW_RANK_CHOICES, ids=repr)
+def test_a_product_inside_the_step_lowers_for_cuda_in_place_and_once_for_all_layers(chosen):
+    shapes = abstract_operands("selective_step", 11, rank=160)
+    text = lower("selective_step", shapes, layers=3, config=chosen)
+    (call,) = re.findall(r"custom_call @mosaic_gpu_v2.*", text)
+    assert "output_operand_alias" in call and text.count("tf.aliasing_output") == 1
+
+
+@pytest.mark.parametrize("rank", [16, 160, 256])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 20, 64])
+def test_the_configuration_chosen_for_a_product_inside_the_step_lowers(rows, rank):
+    shapes = abstract_operands("selective_step", rows, rank=rank)
+    text = lower("selective_step", shapes)
+    assert len(re.findall("custom_call @mosaic_gpu_v2", text)) == 1
+    assert "dot_general" not in text
+
+
+@pytest.mark.parametrize(
+    ("rank", "rows", "calls", "products"), [(160, 65, 1, 1), (24, 8, 1, 1), (544, 8, 2, 0)]
+)
+def test_a_product_that_the_step_declines_is_a_launch_before(rank, rows, calls, products):
+    shapes = abstract_operands("selective_step", rows, rank=rank)
+    text = lower("selective_step", shapes)
+    assert len(re.findall("custom_call @mosaic_gpu_v2", text)) == calls
+    assert text.count("stablehlo.dot_general") == products
+
+
+def test_a_rows_step_does_not_depend_on_other_rows():
+    case = Case("selective_step", {"D": 64, "N": 16, "rank": 160}, (1,) * 9, **BRAIN)
+    operands = make_operands(case)
+    for name in ("dt", "dt_weight"):  # sums that are rounded
+        operands[name] = jax.random.normal(jax.random.key(len(name)), operands[name].shape)
+        operands[name] = operands[name].astype("bfloat16")
+    row, alone = 5, dict(operands)
+    others = np.arange(9) != row
+    for name in ("x", "dt", "B", "C", "z"):
+        alone[name] = operands[name].at[others].set(jnp.nan)
+    alone["write_ids"] = operands["write_ids"].at[others].set(0)
+    write = int(operands["write_ids"][row])
+    for chosen in SelectiveConfig(2, 4, 8, 2, cores=True), SelectiveConfig(1, 4, 3):
+        (y, states), (z, after) = (run(case, each, chosen) for each in (operands, alone))
+        np.testing.assert_array_equal(y[row], z[row])
+        np.testing.assert_array_equal(states[-1, write], after[-1, write])
+        assert np.isfinite(np.asarray(states[-1, write])).all()
+
+
+@pytest.mark.parametrize(
+    "chosen", [SelectiveConfig(2, 4, 4, cores=True), SelectiveConfig(1, 8)], ids=repr
+)
+def test_the_low_rank_form_is_read_where_it_stands_in_a_wider_array(chosen):
+    case = Case("selective_step", {"D": 64, "N": 16, "rank": 32}, (1,) * 3, **BRAIN)
+    operands = make_operands(case)
+    around = (0, 0), (16, 8)
+    wide = jnp.pad(operands["dt"], around, constant_values=jnp.nan)
+    columns = operands | {"dt": pallas_kernels.Columns(wide, 16, 32)}
+    chex.assert_trees_all_equal(run(case, columns, chosen), run(case, operands, chosen))
+
+
 def test_filling_lowers_for_cuda_in_place():
     pool, ids = jax.ShapeDtypeStruct((3, 9, 80, 64, 128), jnp.float32), jnp.zeros(8, jnp.int32)
     fill = jax.jit(
@@ -211,6 +294,9 @@ def test_a_state_configuration_divides_the_head(rows, heads, width, size):
 @pytest.mark.parametrize("rows", [1, 3, 8, 32, 100, 256])
 @pytest.mark.parametrize("channels", [128, 384, 5120, 5376])
 def test_channel_configurations_divide_the_channels(rows, channels):
+    chosen = config.selective_config(rows, channels, 16, low_rank=True)
+    assert channels % chosen.channels == chosen.rows % chosen.warpgroups == 0
+    assert not chosen.cores or chosen.channels % 64 == 0
     for size in (16, 3):
         chosen = config.selective_config(rows, channels, size)
         assert channels % chosen.channels == rows % chosen.rows == size % chosen.lanes == 0
@@ -238,6 +324,21 @@ def test_reasons_name_what_does_not_fit():
     assert reason("ssd_step", H=4, P=32, N=64) is None
     assert "got 24 by 64" in str(reason("ssd_step", H=4, P=24, N=64))
     assert "got 32 by 48" in str(reason("ssd_step", H=4, P=32, N=48))
+
+
+def test_products_outside_the_step_have_a_reason():
+    def reason(rank=160, rows=8, channels=5120, size=16, dtype="bfloat16"):
+        dt = jax.ShapeDtypeStruct((rows, rank), dtype)
+        weight = jax.ShapeDtypeStruct((channels, rank), "bfloat16")
+        return support.low_rank_reason(dt, weight, rows, channels, size)
+
+    assert reason() is reason(rank=16) is reason(rank=512, rows=64) is reason(channels=64) is None
+    assert "these are float32 and bfloat16" in str(reason(dtype="float32"))
+    assert "multiple of 16, at most 512, got 24" in str(reason(rank=24))
+    assert "at most 512, got 528" in str(reason(rank=528))
+    assert "64 channels and of 8 states, got 96 and 16" in str(reason(channels=96))
+    assert "got 128 and 4" in str(reason(channels=128, size=4))
+    assert "1 to 64 rows, got 65" in str(reason(rows=65))
 
 
 def test_a_cpu_and_other_ops_are_declined_with_a_reason():
