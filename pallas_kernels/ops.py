@@ -341,15 +341,18 @@ def projected_conv_step(
     layer: Layer,
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    norm_weight: Float[Array, "I"] | None = None,
     *,
     first: int,
+    eps: float = 0.0,
     activation: str | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "R O"], Float[Array, "layers blocks K-1 D"]]:
     """`x @ weight.T` of few rows, of which columns `first` to `first + D` go through `conv_step`.
 
     It has the bits of `rows_matmul`, rounded to the dtype of `x`, followed by `conv_step`; other columns
-    are the projection's, those of null rows too. `x[R, I]` may be `Columns`. Returns `(y, windows)`.
+    are the projection's, those of null rows too. With `norm_weight` those of `rms_norm(x, norm_weight,
+    eps=eps)` in place of `x`. `x[R, I]` may be `Columns`. Returns `(y, windows)`.
 
     Raises ValueError for shapes or options that do not fit or an unknown implementation, and
     TypeError for dtypes.
@@ -362,6 +365,7 @@ def projected_conv_step(
         conv_weight=(conv_weight, "K D"),
         conv_bias=(conv_bias, "D"),
         windows=(windows, "_ _ K-1 D"),
+        norm_weight=(norm_weight, "I"),
     )
     if not 0 <= first <= sizes["O"] - sizes["D"]:
         raise ValueError(
@@ -369,4 +373,4 @@ def projected_conv_step(
         )
     _check_activation(op, activation)
     operands |= {"layer": _layer(layer), **_ids(op, sizes["R"], read_ids, write_ids)}
-    return run(op, implementation, operands, first=first, activation=activation)
+    return run(op, implementation, operands, first=first, eps=float(eps), activation=activation)

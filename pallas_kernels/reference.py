@@ -220,19 +220,11 @@ def rows_matmul(x, weight, residual=None, *, dtype):
 
 
 def projected_conv_step(
-    x,
-    weight,
-    conv_weight,
-    conv_bias,
-    windows,
-    layer,
-    read_ids,
-    write_ids,
-    *,
-    first,
-    activation=None,
-):
+    x, weight, conv_weight, conv_bias, windows, layer, read_ids, write_ids, norm_weight=None,
+    *, first, eps=0.0, activation=None,
+):  # fmt: skip
     """`x @ weight.T`, and `conv_step` of as many of its columns from `first` on as it has channels."""
+    x = x if norm_weight is None else rms_norm(x, norm_weight, eps=eps)
     y, last = rows_matmul(x, weight, dtype=x.dtype), first + conv_weight.shape[1]
     ids = windows, layer, read_ids, write_ids
     convolved, windows = conv_step(

@@ -64,6 +64,7 @@ class Mixer(Protocol):
         rows: RowIds,
         constants: PyTree,
         residual: Float[Array, "rows d"] | None = None,
+        norm: RMSNorm | None = None,
     ) -> tuple[Float[Array, "rows d"], Leaves]: ...
 
 
@@ -90,7 +91,8 @@ class Block(nnx.Module):
         constants: PyTree,
     ) -> tuple[Float[Array, "rows d"], Leaves]:
         """One token of each row through the block; the residual keeps its dtype."""
-        return self.mixer.decode(self.norm(residual), pools, layer, rows, constants, residual)
+        # The norm goes along, since on a GPU it is part of the mixer's first launch.
+        return self.mixer.decode(residual, pools, layer, rows, constants, residual, self.norm)
 
 
 # Blocks of one family have the same tree structure, so these are traced once for all layers.

@@ -53,10 +53,10 @@ def matmul(
     return y if residual is None else residual + y.astype(residual.dtype)
 
 
-def _few(x: Array | pk.Columns, weight: Array) -> bool:
-    """Whether the product is one of `pallas_kernels.rows_matmul`."""
+def _few(x: Array | pk.Columns, weight: Array, dtype: Any = None) -> bool:
+    """Whether the product is one of `pallas_kernels.rows_matmul`, that of `x` as `dtype` if there is one."""
     few = len(x.shape) == 2 and x.shape[0] <= FEW_ROWS
-    return few and (x.dtype != jnp.float32 or weight.dtype != jnp.bfloat16)
+    return few and ((dtype or x.dtype) != jnp.float32 or weight.dtype != jnp.bfloat16)
 
 
 def _many(x: Array, weight: Array, dtype: Any) -> Array:
@@ -185,17 +185,24 @@ def projected_conv_step(
     rows: RowIds,
     *,
     first: int,
+    norm: RMSNorm | None = None,
 ) -> tuple[list[pk.Columns], Float[Array, "layers blocks K-1 D"]]:
-    """The projection of one token a row: what lies before its column `first`, the channels convolved, the rest."""
+    """The projection of one token a row: what lies before its column `first`, the channels convolved, the rest.
+
+    With a `norm`, that of the normed rows.
+    """
     matrix, weight, bias = linear.weight[...], conv.weight[...], value(conv.bias)
     channels = weight.shape[1]
     sizes = (first, channels, matrix.shape[0] - first - channels)
     ids = windows, layer, rows.read_ids, rows.write_ids
-    if linear.bias is None and _few(x, matrix):
+    scale = None if norm is None else norm.weight[...]
+    if linear.bias is None and _few(x, matrix, None if scale is None else scale.dtype):
         y, windows = pk.projected_conv_step(
-            x, matrix, weight, bias, *ids, first=first, activation="silu"
-        )
+            x, matrix, weight, bias, *ids, scale, first=first, activation="silu",
+            eps=0.0 if norm is None else norm.eps,
+        )  # fmt: skip
         return pk.split(y, *sizes), windows
+    x = x if norm is None else norm(x)
     before, inner, after = pk.split(linear(x), *sizes)
     y, windows = pk.conv_step(inner, weight, bias, *ids, activation="silu")
     return [before, *pk.split(y, channels), after], windows

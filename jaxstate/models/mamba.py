@@ -16,6 +16,7 @@ from jaxstate.models.base import CausalLM, Leaves
 from jaxstate.models.fields import Fields
 from jaxstate.models.layers import (
     Linear,
+    RMSNorm,
     ShortConv,
     parameter,
     projected_conv_step,
@@ -159,10 +160,11 @@ class MambaMixer(nnx.Module):
         rows: RowIds,
         constants: Array,
         residual: Float[Array, "rows d"] | None = None,
+        norm: RMSNorm | None = None,
     ) -> tuple[Float[Array, "rows d"], Leaves]:
-        """One token of each row, added to the residual if there is one."""
+        """One token of each row, normed before if there is a norm, added to the residual if there is one."""
         (_, inner, gate), windows = projected_conv_step(
-            self.in_proj, self.conv1d, x, pools["conv"], layer, rows, first=0
+            self.in_proj, self.conv1d, x, pools["conv"], layer, rows, first=0, norm=norm
         )
         dt, B, C = self._select(inner)
         y, states = pk.selective_step(

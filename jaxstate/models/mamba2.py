@@ -19,6 +19,7 @@ from jaxstate.models.fields import Fields
 from jaxstate.models.layers import (
     GatedRMSNorm,
     Linear,
+    RMSNorm,
     ShortConv,
     matmul,
     parameter,
@@ -179,11 +180,12 @@ class Mamba2Mixer(nnx.Module):
         rows: RowIds,
         constants: Array,
         residual: Float[Array, "rows d"] | None = None,
+        norm: RMSNorm | None = None,
     ) -> tuple[Float[Array, "rows d"], Leaves]:
-        """One token of each row, added to the residual if there is one."""
+        """One token of each row, normed before if there is a norm, added to the residual if there is one."""
         c = self.config
         (gate, xbc, dt), windows = projected_conv_step(
-            self.in_proj, self.conv1d, x, pools["conv"], layer, rows, first=c.inner_size
+            self.in_proj, self.conv1d, x, pools["conv"], layer, rows, first=c.inner_size, norm=norm
         )
         inner, B, C = self._sections(xbc)
         y, states = pk.ssd_step(

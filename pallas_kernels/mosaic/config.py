@@ -1,6 +1,6 @@
 """Tile sizes and schedules of the kernels, chosen by shape."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,25 @@ def matmul_config(rows: int, features: int, inputs: int, reserved: int = 0) -> M
     return MatmulConfig(tall, width, split, min(8, room // (2 * line * (tall + width))))
 
 
-def projected_conv_config(rows: int, features: int, inputs: int, taps: int) -> MatmulConfig:
+def projected_conv_config(
+    rows: int, features: int, inputs: int, taps: int, normed: bool = False
+) -> MatmulConfig:
     """That of the product, with room for windows of two bytes a number and for weights."""
-    return matmul_config(rows, features, inputs, reserved=2 * 64 * (taps - 1))
+    reserved = 2 * 64 * (taps - 1)
+    config = matmul_config(rows, features, inputs, reserved)
+    if not normed or not norms_within(rows, inputs, config):
+        return config
+    room = 110_000 - (reserved + 2 * inputs) * config.rows
+    return replace(config, stages=min(8, room // (2 * matmul_line(inputs) * config.features)))
+
+
+def norms_within(rows: int, inputs: int, config: MatmulConfig) -> bool:
+    """Whether a program norms its rows: it needs all of their inputs, as lines, and few of them.
+
+    Every program reads all rows, which for one costs less than a launch and for eight more.
+    """
+    whole = config.rows == 8 and config.split == config.chunk == 1
+    return whole and inputs % 512 == 0 and rows * inputs <= 2 * 2560
 
 
 def matmul_line(inputs: int) -> int:

@@ -13,9 +13,10 @@ from jaxtyping import Array, Float
 from pallas_kernels.columns import Columns, parts
 from pallas_kernels.mosaic.compat import load, store
 from pallas_kernels.mosaic.config import MatmulConfig, matmul_config, matmul_line
+from pallas_kernels.mosaic.norm import LINES, lines_of, normed
 
 LAYOUT, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
-M = 64  # features of a tensor core's tile
+MULTIPROCESSORS = 132
 
 
 class Sizes(NamedTuple):
@@ -24,6 +25,7 @@ class Sizes(NamedTuple):
     inputs: int
     first: int  # column of the inputs' array at which they begin
     line: int  # inputs of a line of swizzled memory
+    tiles: int  # of features
 
 
 class Tile(NamedTuple):
@@ -37,6 +39,13 @@ class Tile(NamedTuple):
     owned: Any  # whether the program finishes any
 
 
+class Norm(NamedTuple):
+    """The norm of `rows` rows in the program itself; they lie as lines (see `norm.LINES`)."""
+
+    rows: int
+    eps: float
+
+
 class Epilogue(NamedTuple):
     """What a program does with its tile of the product before it leaves.
 
@@ -44,6 +53,7 @@ class Epilogue(NamedTuple):
     of the two functions that it returns one is called in each turn of the loop, the other with the rounded tile.
     """
 
+    first: int  # feature for which there is something to do
     scratch: Callable[[int, int], Any]
     begin: Callable[[Any, Any, Tile], tuple[Callable[[Any], None], Callable[[Any], None]]]
 
@@ -60,13 +70,14 @@ def rows_matmul_kernel(
     dtype: Any,
     interpreted: bool,
     epilogue: Epilogue | None = None,
+    norm: Norm | None = None,
 ) -> Callable:
     """A cluster of programs per tile of features and rows, each with its share of the inputs.
 
     Features are the rows of the tensor core's product and rows its columns, so that few rows waste
     nothing. Each program of a cluster adds what all of them have of some of the rows, in order.
     """
-    inputs, first, line = sizes
+    inputs, first, line, tiles = sizes
     split, stages = config.split, config.stages
     owners = 1 if interpreted else min(split, config.rows // 8)
     own = config.rows // owners  # rows that a program finishes
@@ -78,14 +89,22 @@ def rows_matmul_kernel(
 
     def rows_matmul_kernel(*refs):
         x, weight, *rest, y = refs
+        scale: Any = None if norm is None else rest.pop(0)
         residual: Any = rest[0] if rest and epilogue is None else None
-        start = lax.axis_index("features") * config.features
+        place = lax.axis_index("features")
+        if epilogue is not None and tiles > MULTIPROCESSORS:
+            # Whoever shares a multiprocessor is done last; those with more to do have one each.
+            ahead = epilogue.first // config.features - (tiles - MULTIPROCESSORS)
+            place = lax.rem(place + (ahead + tiles), tiles)
+        start = place * config.features
         row = lax.axis_index("rows") * config.rows
         rank = lax.axis_index("part") if split > 1 and not interpreted else 0
 
         def body(memory, out: Any, kept: Any, loaded, more, summed, scratch):
             # Views of one memory: of the tensor cores, of copies, and of what follows the product.
-            (ws, xs), (w_copy, x_copy), later = (memory, memory, None) if interpreted else memory
+            (ws, xs), (w_copy, x_copy), (_, x_plain), later = (
+                (memory, memory, memory, None) if interpreted else memory
+            )
             out, sums = (later, None) if out is None else (out, later)
 
             def fetch(part, chunk):
@@ -96,13 +115,31 @@ def rows_matmul_kernel(
                         source = weight.at[pl.ds(start + piece, box), pl.ds(at, line)]
                         target = w_copy.at[slot, k, pl.ds(piece, box)]
                         plgpu.copy_gmem_to_smem(source, target, loaded.at[slot])
-                    source = x.at[pl.ds(row, config.rows), pl.ds(first + at, line)]
-                    plgpu.copy_gmem_to_smem(source, x_copy.at[slot, k], loaded.at[slot])
+                    if norm is None:
+                        source = x.at[pl.ds(row, config.rows), pl.ds(first + at, line)]
+                        plgpu.copy_gmem_to_smem(source, x_copy.at[slot, k], loaded.at[slot])
+
+            def prepare(norm):
+                """All inputs, normed. The matrix is on its way meanwhile."""
+                rows = [load(x.at[row], LINES).astype(jnp.float32) for row in range(norm.rows)]
+                weights = load(scale, LINES).astype(jnp.float32)
+                for row, value in enumerate(rows):
+                    value = normed(value, weights, norm.eps, inputs).astype(weight.dtype)
+                    store(x_plain.at[:, 0, row], value)
+                if not interpreted:  # where they lie is not where the tensor cores look for them
+                    plgpu.commit_smem()
+                    tiles = [load(x_plain.at[n, 0], LINES) for n in range(inputs // line)]
+                    plgpu.commit_smem()
+                    for n, tile in enumerate(tiles):
+                        store(xs.at[n, 0], tile)
+                plgpu.commit_smem()
 
             def multiply(part, turn=None):
                 def walk(acc):
                     for chunk in range(min(stages, chunks)):
                         fetch(part, jnp.int32(chunk))
+                    if norm is not None:
+                        prepare(norm)
 
                     @pl.loop(0, chunks)
                     def _(chunk):
@@ -110,8 +147,9 @@ def rows_matmul_kernel(
                             turn(chunk)
                         slot = lax.rem(chunk, stages)
                         plgpu.barrier_wait(loaded.at[slot])
+                        place = slot if norm is None else chunk
                         for k in range(config.chunk):
-                            plgpu.wgmma(acc, ws.at[slot, k], xs.at[slot, k].transpose((1, 0)))
+                            plgpu.wgmma(acc, ws.at[slot, k], xs.at[place, k].transpose((1, 0)))
                         plgpu.wgmma_wait(config.chunk)
                         following = chunk - 1 + stages
 
@@ -184,28 +222,28 @@ def rows_matmul_kernel(
                 meet()  # nobody leaves while another reads its sums
             plgpu.wait_smem_to_gmem(0)
 
-        def stage(count, dtype, transforms):
-            return plgpu.SMEM((stages, config.chunk, count, line), dtype, transforms=transforms)
-
         def pair(transforms):
-            return (
-                stage(config.features, weight.dtype, transforms),
-                stage(config.rows, x.dtype, transforms),
-            )
+            def stage(stages, count):
+                shape = (stages, config.chunk, count, line)
+                return plgpu.SMEM(shape, weight.dtype, transforms=transforms)
+
+            held = stages if norm is None else chunks
+            return stage(stages, config.features), stage(held, config.rows)
 
         alone = split == 1 or interpreted
+        copies = config.chunk * (len(boxes) + (1 if norm is None else 0))
         tile, tiled = (own, config.features), swizzled(16, line)
         out = plgpu.SMEM(tile, y.dtype)
         sums = plgpu.SMEM(
             (owners, config.features, own), jnp.float32, transforms=swizzled(32, min(own, 32))
         )
-        views = pair(tiled), pair(tiled[1:]), out if alone else sums
+        views = pair(tiled), pair(tiled[1:]), pair(()), out if alone else sums
         pl.run_scoped(
             body,
             views[0] if interpreted else plgpu.RefUnion(*views),
             out if interpreted or not alone else None,
             None if residual is None else plgpu.SMEM(tile, residual.dtype),
-            plgpu.Barrier(num_arrivals=config.chunk * (1 + len(boxes)), num_barriers=stages),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             None if residual is None else plgpu.Barrier(num_arrivals=len(boxes)),
             None if alone else plgpu.ClusterBarrier(collective_axes=("part",)),
             None if epilogue is None else epilogue.scratch(own, config.features),
@@ -241,19 +279,29 @@ def launch(
     kept: Any,
     config: MatmulConfig,
     epilogue: Epilogue | None = None,
+    norm: tuple[Float[Array, "I"], float] | None = None,
     interpret: Any = None,
 ) -> Float[Array, "R O"]:
-    """The product rounded to `dtype` and kept as `kept`, with `more` operands for what follows it."""
+    """The product rounded to `dtype` and kept as `kept`, with `more` operands for what follows it.
+
+    With a `norm`, its weight and epsilon, it is that of the rows' norms.
+    """
     (rows, inputs), features = x.shape, weight.shape[0]
     source, first = parts(x)
-    sizes = Sizes(inputs, first, matmul_line(inputs))
     grid = {"features": -(-features // config.features), "rows": -(-rows // config.rows)}
     shape = rows, features
     if interpret:  # copies clip what lies past an array's end, but interpretation raises
         shape = padded_shape(rows, features, config)
-        source = _padded(source, (shape[0], source.shape[1]))
+        if norm is None:
+            source = _padded(source, (shape[0], source.shape[1]))
         weight = _padded(weight, (shape[1], inputs))
-    kernel = rows_matmul_kernel(sizes, config, dtype, bool(interpret), epilogue)
+    within = None
+    if norm is not None:
+        lines = lines_of(inputs)
+        source, more = source.reshape((rows, *lines)), (norm[0].reshape(lines), *more)
+        within = Norm(rows, norm[1])
+    sizes = Sizes(inputs, first, matmul_line(inputs), grid["features"])
+    kernel = rows_matmul_kernel(sizes, config, dtype, bool(interpret), epilogue, within)
     cluster = {}
     if config.split > 1 and not interpret:
         cluster = {"cluster": (config.split,), "cluster_names": ("part",)}

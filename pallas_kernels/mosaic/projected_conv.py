@@ -10,18 +10,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.columns import Columns
+from pallas_kernels.columns import Columns, sliced
 from pallas_kernels.mosaic.blocks import inside, when_inside
 from pallas_kernels.mosaic.call import scalar_operand
 from pallas_kernels.mosaic.compat import load, store
-from pallas_kernels.mosaic.config import MatmulConfig, projected_conv_config
+from pallas_kernels.mosaic.config import MatmulConfig, norms_within, projected_conv_config
 from pallas_kernels.mosaic.conv import weigh
 from pallas_kernels.mosaic.gates import float32
 from pallas_kernels.mosaic.matmul import Epilogue, Tile, launch, padded_shape
+from pallas_kernels.mosaic.norm import LINES, rms_norm
 
-# Eight rows of 64 channels at once: sixteen threads a row with four channels each.
-LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (2, 64), (4,))), (-5,), (-3, -2), -1)
-BY_ROW, BY_CHANNEL = LAYOUT.reduce(1), LAYOUT.reduce(0)
+BY_ROW, BY_CHANNEL = LINES.reduce(1), LINES.reduce(0)
 LEAST_IDS = 32  # the fewest that a copy takes
 MOST_ROWS = 32  # of which a program's registers have room
 WARPS = 4
@@ -40,7 +39,7 @@ class Memory(NamedTuple):
 
 def spread(vector, shape: tuple[int, int], axis: int):
     """A vector along one axis of a tile."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), LAYOUT)
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), LINES)
 
 
 def conv_epilogue(
@@ -108,9 +107,9 @@ def conv_epilogue(
 
             read, write = across(0), across(1)
             there, absent = inside(windows, read), jnp.where(read == 0, 0.0, jnp.nan)
-            seen = [load(memory.windows.at[rows, k], LAYOUT) for k in range(taps - 1)]
+            seen = [load(memory.windows.at[rows, k], LINES) for k in range(taps - 1)]
             seen = [jnp.where(there, value, absent) for value in float32(seen)]
-            seen += float32([load(out.at[rows], LAYOUT)])
+            seen += float32([load(out.at[rows], LINES)])
             y = weigh(seen, weight, bias, activation)
             store(out.at[rows], jnp.where(write == 0, 0.0, y).astype(out.dtype))
             for k, value in enumerate(seen[1:]):
@@ -140,7 +139,7 @@ def conv_epilogue(
 
         return turn, end
 
-    return Epilogue(scratch, begin)
+    return Epilogue(first, scratch, begin)
 
 
 def projected_conv_step(
@@ -152,15 +151,20 @@ def projected_conv_step(
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    norm_weight: Float[Array, "I"] | None = None,
     *,
     first: int,
+    eps: float = 0.0,
     activation: str | None = None,
     config: MatmulConfig | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "R O"], Float[Array, "layers blocks K-1 D"]]:
     """`pallas_kernels.projected_conv_step`, see `conv_epilogue`."""
     rows, (features, inputs), (taps, channels) = x.shape[0], weight.shape, conv_weight.shape
-    config = config or projected_conv_config(rows, features, inputs, taps)
+    norm = None if norm_weight is None else (norm_weight, eps)
+    config = config or projected_conv_config(rows, features, inputs, taps, norm is not None)
+    if norm is not None and not norms_within(rows, inputs, config):
+        x, norm = rms_norm(sliced(x), norm[0], eps=eps, interpret=interpret), None
     ids = [ids.astype(jnp.int32) for ids in (read_ids, write_ids)]
     if interpret:  # as copies do, which give zeros past an array's end
         more = padded_shape(rows, 0, config)[0] + LEAST_IDS - rows
@@ -176,10 +180,11 @@ def projected_conv_step(
         x,
         weight,
         (scalar_operand(layer), *ids, *vectors, ref),
-        dtype=x.dtype,
-        kept=x.dtype,
+        dtype=weight.dtype,
+        kept=weight.dtype,
         config=config,
         epilogue=conv_epilogue(taps, channels, first, dtypes, activation),
+        norm=norm,
         interpret=interpret,
     )
     return y, jax.freeze(ref)

@@ -77,8 +77,23 @@ def matmul_reason(x, weight, **_: Any) -> str | None:
     return None
 
 
-def _projected_conv_reason(x, weight, conv_weight, windows, first, **_: Any) -> str | None:
+def _norm_reason(rows: int, size: int) -> str | None:
+    if not 0 < rows <= MOST_ROWS:
+        return f"it is for 1 to {MOST_ROWS} rows, got {rows}"
+    if size % 128 or size > 8192:
+        return f"it keeps a row in registers, a multiple of 128 to 8192 numbers, got {size}"
+    return None
+
+
+def _projected_conv_reason(
+    x, weight, conv_weight, windows, first, norm_weight=None, **_: Any
+) -> str | None:
     taps, channels = conv_weight.shape
+    if norm_weight is not None:
+        reason = _norm_reason(*x.shape)
+        if reason:
+            return reason
+        x = jax.ShapeDtypeStruct(x.shape, norm_weight.dtype)
     if windows.dtype != x.dtype:
         return f"it keeps windows in the dtype of x, {x.dtype}, and these are {windows.dtype}"
     if not 2 <= taps <= MOST_TAPS:
@@ -120,12 +135,7 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
     if op == "rows_matmul":
         return matmul_reason(**operands)
     if op == "rms_norm":
-        rows, size = operands["x"].shape
-        if not 0 < rows <= MOST_ROWS:
-            return f"it is for 1 to {MOST_ROWS} rows, got {rows}"
-        if size % 128 or size > 8192:
-            return f"it keeps a row in registers, a multiple of 128 to 8192 numbers, got {size}"
-        return None
+        return _norm_reason(*operands["x"].shape)
     if op in ("causal_conv", "conv_step"):
         taps, channels = operands["weight"].shape
         if op == "causal_conv" and taps > MOST_TAPS:

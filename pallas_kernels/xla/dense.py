@@ -33,11 +33,14 @@ def projected_conv_step(
     layer: int | Int[Array, ""],
     read_ids: Int[Array, "R"],
     write_ids: Int[Array, "R"],
+    norm_weight: Float[Array, "I"] | None = None,
     *,
     first: int,
+    eps: float = 0.0,
     activation: str | None = None,
 ) -> tuple[Float[Array, "R O"], Float[Array, "layers blocks K-1 D"]]:
     """`pallas_kernels.projected_conv_step`: one after the other."""
+    x = x if norm_weight is None else rms_norm(x, norm_weight, eps=eps)
     y, last = rows_matmul(x, weight, dtype=x.dtype), first + conv_weight.shape[1]
     convolved, windows = conv_step(
         y[:, first:last], conv_weight, conv_bias, windows, layer, read_ids, write_ids,

@@ -65,8 +65,16 @@ def test_a_projection_with_a_convolution_has_the_bits_of_both(matrix, rows):
     case = Case("projected_conv_step", sizes, (1,) * rows, **half, options={"first": first})
     operands = make_operands(case)
     arrays = {name: value for name, value in operands.items() if name != "first"}
-    call = jax.jit(lambda arrays: pk.projected_conv_step(**arrays, first=first, activation="silu"))
+    options = {"first": first, "eps": 0.1, "activation": "silu"}
+    call = jax.jit(lambda arrays: pk.projected_conv_step(**arrays, **options))
     assert call.lower(arrays).as_text().count("mosaic_gpu_v2") == 1
     together = call(arrays)
+    for ours, theirs in zip(bits(together), bits(apart(operands, None, None)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    # And with the norm before them, which is part of the launch for few rows.
+    scale = jnp.linspace(-1, 2, sizes["I"], dtype="bfloat16")
+    x = 3 * jax.random.normal(jax.random.key(0), arrays["x"].shape)
+    operands["x"] = pk.rms_norm(x, scale, eps=0.1, implementation="mosaic")
+    together = call(arrays | {"x": x, "norm_weight": scale})
     for ours, theirs in zip(bits(together), bits(apart(operands, None, None)), strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -14,14 +14,19 @@ import pallas_kernels as pk
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.cases import Case, make_operands
 from pallas_kernels.mosaic import support
-from pallas_kernels.mosaic.config import MatmulConfig, matmul_config, projected_conv_config
+from pallas_kernels.mosaic.config import (
+    MatmulConfig,
+    matmul_config,
+    norms_within,
+    projected_conv_config,
+)
 from tests.kernels.test_cases import check
 
 INTERPRET = plgpu.InterpretGPUParams()
 BF16 = {"dtype": "bfloat16", "state_dtype": "bfloat16"}
 
 
-def case(rows: int, first: int, sizes: tuple[int, int, int, int], **more) -> Case:
+def case_of(rows: int, first: int, sizes: tuple[int, int, int, int], **more) -> Case:
     sizes_ = dict(zip("IODK", sizes, strict=True))
     return Case(
         "projected_conv_step", sizes_, (1,) * rows, **BF16, **more, options={"first": first}
@@ -30,9 +35,9 @@ def case(rows: int, first: int, sizes: tuple[int, int, int, int], **more) -> Cas
 
 # Several turns before and after windows are asked for; rows past the last; split inputs; rows in two tiles.
 CALLS = (
-    (case(6, 64, (1280, 264, 128, 4)), MatmulConfig(64, 8, 1, 3)),
-    (case(11, 128, (256, 384, 128, 3), absent=("conv_bias",)), MatmulConfig(64, 16, 2, 2)),
-    (case(37, 0, (128, 192, 128, 2)), MatmulConfig(64, 32, 1, 1, 2)),
+    (case_of(6, 64, (1280, 264, 128, 4)), MatmulConfig(64, 8, 1, 3)),
+    (case_of(11, 128, (256, 384, 128, 3), absent=("conv_bias",)), MatmulConfig(64, 16, 2, 2)),
+    (case_of(37, 0, (128, 192, 128, 2)), MatmulConfig(64, 32, 1, 1, 2)),
 )
 each_call = pytest.mark.parametrize(("case", "chosen"), CALLS, ids=lambda v: getattr(v, "name", ""))
 
@@ -121,6 +126,36 @@ def test_the_kernel_differentiates_like_its_xla_twin():
     )
 
 
+@pytest.mark.parametrize("rows", [3, 11])
+def test_a_norm_has_the_bits_of_a_launch_before(rows):
+    operands, chosen = make_operands(case_of(rows, 64, (512, 128, 64, 3))), CALLS[0][1]
+    assert norms_within(3, 512, chosen) and not norms_within(8, 2560, chosen)
+    x = 3 * jax.random.normal(jax.random.key(0), (rows, 512))
+    scale = jnp.linspace(-1, 2, 512, dtype="bfloat16")
+    if rows > 8:
+        chosen = MatmulConfig(64, 16, 1, 3)
+        assert not norms_within(rows, 512, chosen)
+    before = mosaic.rms_norm(x=x, weight=scale, eps=0.1, interpret=INTERPRET)
+    ours = fused({**operands, "x": x, "norm_weight": scale, "eps": 0.1}, chosen)
+    chex.assert_trees_all_equal(bits(ours), bits(fused({**operands, "x": before}, chosen)))
+
+
+@pytest.mark.parametrize("implementation", dispatch.PORTABLE)
+def test_norm_product_and_convolution_are_those_of_three_ops(implementation):
+    operands = make_operands(case_of(5, 4, (24, 33, 16, 3)))
+    first, run = operands.pop("first"), {"implementation": implementation}
+    scale = jnp.linspace(-1, 2, 24, dtype="bfloat16")
+    x = pk.rms_norm(operands["x"], scale, eps=0.1, **run)
+    y = pk.rows_matmul(x, operands["weight"], dtype=x.dtype, **run)
+    names = {"weight": "conv_weight", "bias": "conv_bias"}
+    conv = {name: operands[of] for name, of in names.items()}
+    rest = {name: operands[name] for name in ("windows", "layer", "read_ids", "write_ids")}
+    inner, windows = pk.conv_step(pk.Columns(y, first, 16), **conv, **rest, **run)
+    right = y.at[:, first : first + 16].set(inner), windows
+    ours = pk.projected_conv_step(**operands, norm_weight=scale, first=first, eps=0.1, **run)
+    chex.assert_trees_all_close(*(jax.tree.map(np.float32, v) for v in (ours, right)), rtol=2.0**-7)
+
+
 # Lowering --------------------------------------------------------------------------------------
 
 
@@ -173,6 +208,10 @@ def test_the_chosen_configuration_lowers_for_cuda_and_leaves_room_for_two_progra
     shapes = shapes_of(rows, first, sizes)
     assert support.shape_reason("projected_conv_step", shapes) is None
     assert lowered(shapes, activation="silu").count("custom_call @mosaic_gpu_v2") == 1
+    if rows == 1:  # normed within where a program has all inputs of its rows
+        shapes["norm_weight"] = jax.ShapeDtypeStruct((sizes[0],), jnp.bfloat16)
+        text = lowered(shapes | {"x": shapes["x"].update(dtype=jnp.float32)}, activation="silu")
+        assert text.count("custom_call @mosaic_gpu_v2") == (1 if sizes[1] > 10000 else 2)
     chosen = projected_conv_config(rows, *shapes["weight"].shape, sizes[3])
     alone = matmul_config(rows, *shapes["weight"].shape)
     assert chosen == dataclasses.replace(alone, stages=chosen.stages)
