@@ -17,10 +17,10 @@ def rows_matmul(
     dtype: Any,
     implementation: str | None = None,
 ) -> Float[Array, "R O"]:
-    """`x @ weight.T` of few rows, summed in float32 and rounded to `dtype`; `x[R, I]` may be `Columns`.
+    """`x @ weight.T` of up to some hundred rows, summed in float32 and rounded to `dtype`.
 
-    With a `residual`, the rounded product is added to it, in its dtype. No row's result depends on
-    another row. Products of float32 numbers are not rounded before.
+    `x[R, I]` may be `Columns`. With a `residual`, the rounded product is added to it, in its dtype.
+    No row's result depends on another row. Products of float32 numbers are not rounded before.
 
     Raises ValueError for shapes that do not fit or an unknown implementation, and TypeError for
     dtypes.

@@ -34,6 +34,8 @@ def value(parameter: nnx.Param[Array] | None) -> Array | None:
 
 FEW_ROWS = 64
 """Up to so many rows a product is bound by reading the matrix, not by arithmetic."""
+BATCH_ROWS = 256
+"""Up to so many rows there are kernels for norms, and for products with all matrices but a vocabulary's."""
 
 
 def matmul(
@@ -47,15 +49,16 @@ def matmul(
     A bfloat16 `weight` loses nothing beside a float32 `x`: few rows are split into bfloat16 parts (see `split`), so
     that the matrix is read as it is; for many rows it is widened. A `residual` is added in its own dtype.
     """
-    if _few(x, weight):
+    most = BATCH_ROWS if weight.shape[0] < 32768 else FEW_ROWS
+    if _few(x, weight, most=most):
         return pk.rows_matmul(x, weight, residual, dtype=dtype)
     y = _many(pk.sliced(x), weight, dtype)
     return y if residual is None else residual + y.astype(residual.dtype)
 
 
-def _few(x: Array | pk.Columns, weight: Array, dtype: Any = None) -> bool:
+def _few(x: Array | pk.Columns, weight: Array, dtype: Any = None, most: int = FEW_ROWS) -> bool:
     """Whether the product is one of `pallas_kernels.rows_matmul`, that of `x` as `dtype` if there is one."""
-    few = len(x.shape) == 2 and x.shape[0] <= FEW_ROWS
+    few = len(x.shape) == 2 and x.shape[0] <= most
     return few and ((dtype or x.dtype) != jnp.float32 or weight.dtype != jnp.bfloat16)
 
 
@@ -109,7 +112,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """The normed input, in the dtype of the scale."""
         weight = self.weight[...]
-        if x.ndim == 2 and x.shape[0] <= FEW_ROWS:
+        if x.ndim == 2 and x.shape[0] <= BATCH_ROWS:
             return pk.rms_norm(x, weight, eps=self.eps)
         return (rms_normalise(x, self.eps) * weight.astype(jnp.float32)).astype(weight.dtype)
 
@@ -130,7 +133,7 @@ class GatedRMSNorm(nnx.Module):
     def normed(self, gated: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """The norm of an input that was gated before."""
         weight = self.weight[...]
-        if gated.ndim == 2 and gated.shape[0] <= FEW_ROWS and self.groups == 1:
+        if gated.ndim == 2 and gated.shape[0] <= BATCH_ROWS and self.groups == 1:
             return pk.rms_norm(gated, weight, eps=self.eps)
         x = gated.astype(jnp.float32)
         split = x.reshape((*x.shape[:-1], self.groups, -1))

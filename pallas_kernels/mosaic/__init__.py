@@ -10,7 +10,7 @@ import jax
 
 from pallas_kernels import xla
 from pallas_kernels.columns import sliced
-from pallas_kernels.mosaic.support import supports
+from pallas_kernels.mosaic.support import FEW_ROWS, supports
 
 __all__ = [
     "causal_conv",
@@ -89,8 +89,11 @@ def rms_norm(**arguments):
 
 
 def rows_matmul(**arguments):
-    """`pallas_kernels.mosaic.matmul.rows_matmul`, differentiable."""
-    from pallas_kernels.mosaic.matmul import rows_matmul
+    """`pallas_kernels.mosaic.matmul.rows_matmul`, or `batch_matmul` of many rows, differentiable."""
+    if arguments["x"].shape[0] > FEW_ROWS:
+        from pallas_kernels.mosaic.batch_matmul import batch_matmul as rows_matmul
+    else:
+        from pallas_kernels.mosaic.matmul import rows_matmul
 
     return _differentiable(rows_matmul, xla.rows_matmul, arguments)
 

@@ -1,6 +1,9 @@
 """Tile sizes and schedules of the kernels, chosen by shape."""
 
 from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,16 @@ class MatmulConfig:
     split: int
     stages: int
     chunk: int = 1
+
+
+@dataclass(frozen=True)
+class BatchMatmulConfig:
+    """Tiles of `rows` by `features`; the inputs in `split` parts, `stages` lines of them under way."""
+
+    rows: int
+    features: int
+    split: int
+    stages: int
 
 
 def largest_divisor(size: int, choices: tuple[int, ...]) -> int:
@@ -211,6 +224,23 @@ def norms_within(rows: int, inputs: int, config: MatmulConfig) -> bool:
     """
     whole = config.rows == 8 and config.split == config.chunk == 1
     return whole and inputs % 512 == 0 and rows * inputs <= 2 * 2560
+
+
+def batch_matmul_config(
+    rows: int, features: int, inputs: int, residual: Any = None
+) -> BatchMatmulConfig:
+    """As many programs as multiprocessors: one has no room for two, and none waits for a second.
+
+    What of its 227 KB a residual of that dtype does not take is for lines under way.
+    """
+    if features <= 512:
+        split = next(n for n in (8, 4, 2, 1) if inputs // 64 % n == 0)
+        return BatchMatmulConfig(64, 64, split, min(10, inputs // (64 * split)))
+    split = 2 if inputs > features and inputs % 128 == 0 else 1
+    places = 132 // (-(-rows // 128) * split)
+    width = -(-features // (8 * split * places)) * 8 * split
+    kept = 0 if residual is None else jnp.dtype(residual).itemsize * 128 * width // split
+    return BatchMatmulConfig(128, width, split, min(8, (225_000 - kept) // (128 * (128 + width))))
 
 
 def matmul_line(inputs: int) -> int:

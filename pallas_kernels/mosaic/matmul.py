@@ -264,7 +264,7 @@ def rows_matmul(
     """`pallas_kernels.rows_matmul`, see `rows_matmul_kernel`."""
     config = config or matmul_config(x.shape[0], *weight.shape)
     if interpret and residual is not None:
-        residual = _padded(residual, padded_shape(x.shape[0], weight.shape[0], config))
+        residual = padded(residual, padded_shape(x.shape[0], weight.shape[0], config))
     more = () if residual is None else (residual,)
     kept = dtype if residual is None else residual.dtype
     return launch(x, weight, more, dtype=dtype, kept=kept, config=config, interpret=interpret)
@@ -293,8 +293,8 @@ def launch(
     if interpret:  # copies clip what lies past an array's end, but interpretation raises
         shape = padded_shape(rows, features, config)
         if norm is None:
-            source = _padded(source, (shape[0], source.shape[1]))
-        weight = _padded(weight, (shape[1], inputs))
+            source = padded(source, (shape[0], source.shape[1]))
+        weight = padded(weight, (shape[1], inputs))
     within = None
     if norm is not None:
         lines = lines_of(inputs)
@@ -326,7 +326,7 @@ def padded_shape(rows: int, features: int, config: MatmulConfig) -> tuple[int, i
     return -(-rows // config.rows) * config.rows, -(-features // config.features) * config.features
 
 
-def _padded(array: Array, shape: tuple[int, int]) -> Array:
+def padded(array: Array, shape: tuple[int, int]) -> Array:
     """The array with NaN after its rows and columns."""
     more = [(0, size - own) for own, size in zip(array.shape, shape, strict=True)]
     return jnp.pad(array, more, constant_values=jnp.nan)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import xla
 from pallas_kernels.columns import Columns, parts, sliced
+from pallas_kernels.mosaic.batch_matmul import batch_matmul
 from pallas_kernels.mosaic.blocks import read_block, splat, when_inside
 from pallas_kernels.mosaic.call import call, scalar_operand
 from pallas_kernels.mosaic.compat import load, store
@@ -18,7 +19,7 @@ from pallas_kernels.mosaic.config import SelectiveConfig, selective_config
 from pallas_kernels.mosaic.gates import LOG2_E, float32, silu, step_size
 from pallas_kernels.mosaic.low_rank import Registers, TensorCores
 from pallas_kernels.mosaic.matmul import rows_matmul
-from pallas_kernels.mosaic.support import low_rank_reason, matmul_reason
+from pallas_kernels.mosaic.support import FEW_ROWS, low_rank_reason, matmul_reason
 
 
 def tile_layout(config: SelectiveConfig):
@@ -204,4 +205,5 @@ def product(dt: Array | Columns, dt_weight: Array, interpret: Any = None) -> Arr
     """`dt @ dt_weight.T` in a launch of its own."""
     if matmul_reason(dt, dt_weight):
         return xla.rows_matmul(sliced(dt), dt_weight, dtype=dt.dtype)
-    return rows_matmul(dt, dt_weight, dtype=dt.dtype, interpret=interpret)
+    kernel = rows_matmul if dt.shape[0] <= FEW_ROWS else batch_matmul
+    return kernel(dt, dt_weight, dtype=dt.dtype, interpret=interpret)

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.columns import Columns
-from pallas_kernels.mosaic.config import projected_conv_config
+from pallas_kernels.mosaic.config import batch_matmul_config, projected_conv_config
 from pallas_kernels.rows import CHUNK
 
 MOST_TAPS = 8
-MOST_ROWS = 64
-"""Products of more rows are bound by more than reading the matrix."""
+FEW_ROWS = 64
+"""Products of more rows are bound by more than reading the matrix, and have a kernel of their own."""
+MOST_ROWS = 256
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -70,6 +71,13 @@ def matmul_reason(x, weight, **_: Any) -> str | None:
     (rows, inputs), features = x.shape, weight.shape[0]
     if not 0 < rows <= MOST_ROWS:
         return f"it is for 1 to {MOST_ROWS} rows, got {rows}"
+    if rows > FEW_ROWS and (
+        inputs % 64 or batch_matmul_config(rows, features, inputs).features > 256
+    ):
+        return (
+            f"of more than {FEW_ROWS} rows it needs a multiple of 64 inputs and at most 256 features for"
+            f" each of 132 multiprocessors, got {inputs} and {features}"
+        )
     if inputs % 32 or features % 8:
         return f"it needs a multiple of 32 inputs and of 8 features, got {inputs} and {features}"
     if isinstance(x, Columns) and x.array.shape[1] % 8:
@@ -98,6 +106,8 @@ def _projected_conv_reason(
         return f"it keeps windows in the dtype of x, {x.dtype}, and these are {windows.dtype}"
     if not 2 <= taps <= MOST_TAPS:
         return f"it keeps windows of 2 to {MOST_TAPS} taps, got {taps}"
+    if x.shape[0] > FEW_ROWS:
+        return f"it is for 1 to {FEW_ROWS} rows, got {x.shape[0]}"
     reason = matmul_reason(x, weight)
     if reason:
         return reason
@@ -121,7 +131,7 @@ def low_rank_reason(dt, dt_weight, rows: int, channels: int, size: int) -> str |
     if channels % 64 or size % 8:
         return f"it needs a multiple of 64 channels and of 8 states, got {channels} and {size}"
     # Measured: a launch of its own is faster.
-    return None if rows <= MOST_ROWS else f"it is for 1 to {MOST_ROWS} rows, got {rows}"
+    return None if rows <= FEW_ROWS else f"it is for 1 to {FEW_ROWS} rows, got {rows}"
 
 
 def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:

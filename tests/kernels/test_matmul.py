@@ -13,11 +13,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels as pk
 from jaxstate.models import Mamba2Config, MambaConfig, from_random
-from jaxstate.models.layers import FEW_ROWS
+from jaxstate.models.layers import BATCH_ROWS, FEW_ROWS
 from jaxstate.state import StateCache
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.mosaic import support
-from pallas_kernels.mosaic.config import MatmulConfig, matmul_config, matmul_line
+from pallas_kernels.mosaic.config import (
+    BatchMatmulConfig,
+    MatmulConfig,
+    batch_matmul_config,
+    matmul_config,
+    matmul_line,
+)
 
 INTERPRET = plgpu.InterpretGPUParams()
 # The matrices of Mamba 2.8B and Mamba-2 2.7B.
@@ -30,7 +36,7 @@ class Product(NamedTuple):
     rows: int
     features: int
     inputs: int
-    config: MatmulConfig | None
+    config: MatmulConfig | BatchMatmulConfig | None
     dtype: str = "bfloat16"
     residual: str | None = None
     first: int = 0
@@ -41,6 +47,9 @@ PRODUCTS = (
     Product(11, 136, 256, MatmulConfig(128, 16, 2, 2), residual="float32"),
     Product(20, 72, 160, MatmulConfig(64, 16, 1, 1, 5), first=16),
     Product(9, 64, 256, MatmulConfig(64, 16, 2, 1, 2), residual="bfloat16"),
+    Product(100, 104, 256, BatchMatmulConfig(64, 40, 1, 3), dtype="float32"),
+    Product(130, 72, 512, BatchMatmulConfig(128, 48, 2, 2), residual="float32"),
+    Product(65, 64, 320, BatchMatmulConfig(128, 64, 1, 2), first=16),
 )
 
 
@@ -76,8 +85,8 @@ def test_a_kernel_equals_float64(case):
     check_product(case, operands, y)
 
 
-def test_a_rows_bits_do_not_depend_on_other_rows():
-    case = PRODUCTS[1]
+@pytest.mark.parametrize("case", [PRODUCTS[1], PRODUCTS[5]], ids=repr)
+def test_a_rows_bits_do_not_depend_on_other_rows(case):
     operands, own = make_product(case), case.rows // 2
 
     def row(x):
@@ -139,6 +148,28 @@ def test_a_matrix_is_split_the_same_way_for_any_number_of_rows(matrix):
     assert len(splits) == 1
 
 
+@pytest.mark.parametrize("rows", [65, 128, 200, 256])
+@pytest.mark.parametrize("matrix", MATRICES[:-1])
+def test_products_of_many_rows_have_a_multiprocessor_for_each_program(matrix, rows):
+    features, inputs = matrix
+    if inputs % 64:
+        return
+    for residual in None, jnp.float32:
+        check_places(rows, features, inputs, residual)
+
+
+def check_places(rows, features, inputs, residual):
+    chosen = batch_matmul_config(rows, features, inputs, residual)
+    tiles = -(-features // chosen.features) * -(-rows // chosen.rows)
+    assert tiles * chosen.split <= 132
+    assert inputs % (64 * chosen.split) == 0 == chosen.features % (8 * chosen.split)
+    pieces = 128 * chosen.stages * (chosen.features + chosen.rows)
+    own = chosen.features // chosen.split
+    after = own * chosen.rows * (2 if chosen.split == 1 else 2 + 4 * chosen.split)
+    kept = own * chosen.rows * (0 if residual is None else 4)
+    assert max(pieces, after) + kept < 227 * 1024
+
+
 def shapes_of(rows: int, features: int, inputs: int, residual: bool):
     bf16 = jnp.bfloat16
     kept = jax.ShapeDtypeStruct((rows, features), jnp.float32) if residual else None
@@ -149,9 +180,11 @@ def shapes_of(rows: int, features: int, inputs: int, residual: bool):
     }
 
 
-@pytest.mark.parametrize("rows", [1, 8, 12, 20, 64])
+@pytest.mark.parametrize("rows", [1, 8, 12, 20, 64, 128, 256])
 @pytest.mark.parametrize("matrix", MATRICES, ids=repr)
 def test_the_chosen_configuration_lowers_for_cuda(matrix, rows):
+    if rows > FEW_ROWS and matrix in ((5120, 160), (50280, 2560)):
+        pytest.skip("XLA's product runs")
     shapes = shapes_of(rows, *matrix, residual=matrix[0] < matrix[1])
     call = jax.jit(lambda operands: mosaic.rows_matmul(**operands, dtype="float32"))
     text = call.trace(shapes).lower(lowering_platforms=("cuda",)).as_text()
@@ -170,7 +203,7 @@ def test_every_configuration_lowers_for_cuda(case):
 SMALL = (
     MambaConfig(
         vocab_size=128, hidden_size=128, num_hidden_layers=3, intermediate_size=256,
-        time_step_rank=32, state_size=16,
+        time_step_rank=64, state_size=16,
     ),
     Mamba2Config(
         vocab_size=128, hidden_size=128, num_hidden_layers=3, num_heads=8, head_dim=32,
@@ -201,11 +234,14 @@ def test_a_models_decode_is_kernels_alone_lowered_once_for_all_layers(config, mo
             traced = jax.jit(step).trace(model, StateCache({group.name: leaves}), ids)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    few, many = lowered(8), lowered(FEW_ROWS + 1)
+    few, more, many = lowered(8), lowered(FEW_ROWS + 1), lowered(BATCH_ROWS + 1)
     # Mamba: a layer's norm, three products, one with the convolution, state, last norm, head. Mamba-2: a norm more,
-    # a product less.
-    assert len(re.findall("custom_call @mosaic_gpu_v2", few)) == 7
-    assert "dot_general" not in few and "dot_general" in many
+    # a product less. Of more rows the convolution and Mamba's step sizes are launches of their own, and one norm is
+    # lowered for all places.
+    for text, launches in (few, 7), (more, 8 if config.model_type == "mamba" else 7):
+        assert len(re.findall("custom_call @mosaic_gpu_v2", text)) == launches, text
+        assert "dot_general" not in text
+    assert "dot_general" in many
 
 
 def test_reasons_name_what_does_not_fit():
@@ -216,7 +252,9 @@ def test_reasons_name_what_does_not_fit():
         return str(support.shape_reason("rows_matmul", {**shapes, "dtype": jnp.dtype("float32")}))
 
     assert reason() == "None"
-    assert "1 to 64 rows, got 65" in reason(rows=65)
+    assert reason(rows=256) == "None" and "1 to 256 rows, got 257" in reason(rows=257)
+    assert reason(inputs=96) == "None" and "got 96 and 64" in reason(rows=65, inputs=96)
+    assert reason(features=50280) == "None" and "got 64 and 50280" in reason(65, 50280)
     assert "got 48 and 64" in reason(inputs=48) and "got 64 and 60" in reason(features=60)
     assert "operands are bfloat16, and these are float32 and bfloat16" in reason(x="float32")
     odd = shapes_of(8, 64, 64, residual=False)
@@ -226,8 +264,8 @@ def test_reasons_name_what_does_not_fit():
     )
     norm = {"x": SimpleNamespace(shape=(8, 96)), "weight": None, "eps": 0.0}
     assert "multiple of 128" in str(support.shape_reason("rms_norm", norm))
-    norm["x"] = SimpleNamespace(shape=(65, 128))
-    assert "1 to 64 rows, got 65" in str(support.shape_reason("rms_norm", norm))
+    norm["x"] = SimpleNamespace(shape=(257, 128))
+    assert "1 to 256 rows, got 257" in str(support.shape_reason("rms_norm", norm))
 
 
 def test_operands_that_do_not_fit_are_refused():
