@@ -49,7 +49,8 @@ def batch_matmul_kernel(
         def body(memory, kept, loaded, used, more, done, summed):
             # Views of one memory: of the tensor cores, of copies, and of what follows the product.
             (ws, xs, *later), (w_copy, x_copy, *_) = (memory,) * 2 if interpreted else memory[:2]
-            out, sums = (*(later if interpreted else memory[2]), None)[:2]
+            after: tuple[Any, ...] = (*(later if interpreted else memory[2]), None)
+            out, sums = after[:2]
 
             def every_chunk(act):
                 for index, part in enumerate(ranks):
@@ -98,7 +99,7 @@ def batch_matmul_kernel(
                     plgpu.barrier_arrive(used.at[(walked - 1) % stages])
                     return acc[...]
 
-                total = pl.run_scoped(walk, plgpu.ACC((M, features), jnp.float32))
+                total = pl.run_scoped(walk, plgpu.WGMMAAccumulatorRef((M, features), jnp.float32))
                 # The memory that was multiplied from is written anew.
                 plgpu.barrier_arrive(done)
                 plgpu.barrier_wait(done)
