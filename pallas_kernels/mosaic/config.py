@@ -231,16 +231,26 @@ def batch_matmul_config(
 ) -> BatchMatmulConfig:
     """As many programs as multiprocessors: one has no room for two, and none waits for a second.
 
-    What of its 227 KB a residual of that dtype does not take is for lines under way.
+    What of its 227 KB a residual of that dtype does not take is for lines under way, two at least.
     """
     if features <= 512:
         split = next(n for n in (8, 4, 2, 1) if inputs // 64 % n == 0)
-        return BatchMatmulConfig(64, 64, split, min(10, inputs // (64 * split)))
+        return BatchMatmulConfig(64, 64, split, max(2, min(10, inputs // (64 * split))))
     split = 2 if inputs > features and inputs % 128 == 0 else 1
     places = 132 // (-(-rows // 128) * split)
     width = -(-features // (8 * split * places)) * 8 * split
     kept = 0 if residual is None else jnp.dtype(residual).itemsize * 128 * width // split
     return BatchMatmulConfig(128, width, split, min(8, (225_000 - kept) // (128 * (128 + width))))
+
+
+def batch_matmul_fits(config: BatchMatmulConfig, residual: Any = None) -> bool:
+    """Whether a multiprocessor has room for a program: lines under way, or sums and results, and the residual."""
+    own = config.rows * config.features // config.split
+    lines = 128 * config.stages * (config.rows + config.features)
+    after = 4 * own + (4 * own * config.split if config.split > 1 else 0)  # results of four bytes
+    kept = 0 if residual is None else own * jnp.dtype(residual).itemsize
+    fits = max(lines, after) + kept <= 230_000
+    return fits and config.features <= 256 and config.stages > 1
 
 
 def matmul_line(inputs: int) -> int:

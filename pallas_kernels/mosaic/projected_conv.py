@@ -165,6 +165,8 @@ def projected_conv_step(
     config = config or projected_conv_config(rows, features, inputs, taps, norm is not None)
     if norm is not None and not norms_within(rows, inputs, config):
         x, norm = rms_norm(sliced(x), norm[0], eps=eps, interpret=interpret), None
+    if norm is not None:
+        x = sliced(x)
     ids = [ids.astype(jnp.int32) for ids in (read_ids, write_ids)]
     if interpret:  # as copies do, which give zeros past an array's end
         more = padded_shape(rows, 0, config)[0] + LEAST_IDS - rows

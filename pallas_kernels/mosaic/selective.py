@@ -130,7 +130,7 @@ def selective_step(
                 per_state("B", row, first_B),
                 per_state("C", row, first_C),
             )
-            given: Any = None if factors else per_channel("dt", row)
+            given: Any = None if factors else per_channel("dt", row, first=first_dt)
             block = states.at[layer, read, :, lanes]
             h = read_block(states, read, lambda: load(block, layout), shape, layout)
             return token, given, h

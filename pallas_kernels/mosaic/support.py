@@ -8,7 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.columns import Columns
-from pallas_kernels.mosaic.config import batch_matmul_config, projected_conv_config
+from pallas_kernels.mosaic.config import (
+    batch_matmul_config,
+    batch_matmul_fits,
+    projected_conv_config,
+)
 from pallas_kernels.rows import CHUNK
 
 MOST_TAPS = 8
@@ -64,20 +68,22 @@ def _ssd_reason(operands: Mapping[str, Any]) -> str | None:
     return None
 
 
-def matmul_reason(x, weight, **_: Any) -> str | None:
+def matmul_reason(x, weight, residual=None, **_: Any) -> str | None:
     """Why the kernel for products of few rows cannot run one; None if it can."""
     if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
         return f"its operands are bfloat16, and these are {x.dtype} and {weight.dtype}"
     (rows, inputs), features = x.shape, weight.shape[0]
     if not 0 < rows <= MOST_ROWS:
         return f"it is for 1 to {MOST_ROWS} rows, got {rows}"
-    if rows > FEW_ROWS and (
-        inputs % 64 or batch_matmul_config(rows, features, inputs).features > 256
-    ):
-        return (
-            f"of more than {FEW_ROWS} rows it needs a multiple of 64 inputs and at most 256 features for"
-            f" each of 132 multiprocessors, got {inputs} and {features}"
-        )
+    if rows > FEW_ROWS:
+        kept = None if residual is None else residual.dtype
+        if inputs % 64 or not batch_matmul_fits(
+            batch_matmul_config(rows, features, inputs, kept), kept
+        ):
+            return (
+                f"of more than {FEW_ROWS} rows it needs a multiple of 64 inputs, and features of which each of"
+                f" 132 multiprocessors has room for its part, got {inputs} and {features}"
+            )
     if inputs % 32 or features % 8:
         return f"it needs a multiple of 32 inputs and of 8 features, got {inputs} and {features}"
     if isinstance(x, Columns) and x.array.shape[1] % 8:
@@ -146,6 +152,8 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
         return matmul_reason(**operands)
     if op == "rms_norm":
         return _norm_reason(*operands["x"].shape)
+    if op in ("conv_step", "selective_step", "selective_scan") and not operands["x"].shape[0]:
+        return "there is no token"
     if op in ("causal_conv", "conv_step"):
         taps, channels = operands["weight"].shape
         if op == "causal_conv" and taps > MOST_TAPS:
@@ -155,8 +163,8 @@ def shape_reason(op: str, operands: Mapping[str, Any]) -> str | None:
         channels, size = operands["A"].shape
         if channels % 128:
             return f"it needs a multiple of 128 channels, got {channels}"
-        if size > 32:
-            return f"it keeps a channel's states in registers, at most 32 of them, got {size}"
+        if not 2 <= size <= 32:
+            return f"it keeps a channel's states in registers, 2 to 32 of them, got {size}"
         return None
     if op == "selective_scan":
         channels, size = operands["A"].shape

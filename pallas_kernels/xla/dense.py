@@ -20,7 +20,10 @@ def rows_matmul(
     # Float32 operands are not rounded, as a GPU would by default.
     exact = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else lax.Precision.DEFAULT
     contracted = ((1,), (1,)), ((), ())
-    y = lax.dot_general(x, weight, contracted, precision=exact, preferred_element_type=dtype)
+    # Some backends round to the operands' dtype before any other.
+    summed = dtype if dtype == x.dtype else jnp.float32
+    y = lax.dot_general(x, weight, contracted, precision=exact, preferred_element_type=summed)
+    y = y.astype(dtype)
     return y if residual is None else residual + y.astype(residual.dtype)
 
 

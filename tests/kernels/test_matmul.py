@@ -21,6 +21,7 @@ from pallas_kernels.mosaic.config import (
     BatchMatmulConfig,
     MatmulConfig,
     batch_matmul_config,
+    batch_matmul_fits,
     matmul_config,
     matmul_line,
 )
@@ -50,6 +51,7 @@ PRODUCTS = (
     Product(100, 104, 256, BatchMatmulConfig(64, 40, 1, 3), dtype="float32"),
     Product(130, 72, 512, BatchMatmulConfig(128, 48, 2, 2), residual="float32"),
     Product(65, 64, 320, BatchMatmulConfig(128, 64, 1, 2), first=16),
+    Product(66, 64, 128, None),
 )
 
 
@@ -107,6 +109,22 @@ def test_the_portable_products_equal_float64(case, implementation):
     check_product(case, operands, y)
 
 
+@pytest.mark.parametrize("implementation", dispatch.PORTABLE)
+def test_a_product_in_another_dtype_than_its_operands_is_rounded_once(implementation):
+    operands = make_product(Product(8, 80, 320, None))
+    y = pk.rows_matmul(**operands, dtype="float16", implementation=implementation)
+    right = np.asarray(operands["x"], np.float64) @ np.asarray(operands["weight"], np.float64).T
+    np.testing.assert_allclose(np.asarray(y, np.float64), right, rtol=2.0**-11, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "features", "inputs"), [(129, 14784, 2560), (256, 7168, 14336)])
+def test_the_widest_matrices_of_many_rows_lower_for_cuda(rows, features, inputs):
+    wide = shapes_of(rows, features, inputs, residual=True)
+    assert support.shape_reason("rows_matmul", wide) is None
+    call = jax.jit(lambda operands: mosaic.rows_matmul(**operands, dtype="bfloat16"))
+    assert "mosaic_gpu" in call.trace(wide).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def make_norm(dtype: str, rows: int = 3, size: int = 384):
     keys = jax.random.split(jax.random.key(1))
     x = 3 * jax.random.normal(keys[0], (rows, size), dtype)
@@ -160,6 +178,7 @@ def test_products_of_many_rows_have_a_multiprocessor_for_each_program(matrix, ro
 
 def check_places(rows, features, inputs, residual):
     chosen = batch_matmul_config(rows, features, inputs, residual)
+    assert batch_matmul_fits(chosen, residual)
     tiles = -(-features // chosen.features) * -(-rows // chosen.rows)
     assert tiles * chosen.split <= 132
     assert inputs % (64 * chosen.split) == 0 == chosen.features % (8 * chosen.split)
@@ -257,6 +276,14 @@ def test_reasons_name_what_does_not_fit():
     assert reason(features=50280) == "None" and "got 64 and 50280" in reason(65, 50280)
     assert "got 48 and 64" in reason(inputs=48) and "got 64 and 60" in reason(features=60)
     assert "operands are bfloat16, and these are float32 and bfloat16" in reason(x="float32")
+    for rows, features, inputs in (
+        (256, 8192, 16384),
+        (256, 16384, 2560),
+        (129, 14792, 2560),
+        (65, 29576, 2560),
+    ):
+        wide = shapes_of(rows, features, inputs, residual=True)
+        assert f"got {inputs} and {features}" in str(support.shape_reason("rows_matmul", wide))
     odd = shapes_of(8, 64, 64, residual=False)
     odd["x"] = pk.Columns(odd["x"].update(shape=(8, 100)), 16, 64)
     assert "multiple of 8 columns, and theirs has 100" in str(

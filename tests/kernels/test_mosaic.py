@@ -252,6 +252,14 @@ def test_the_low_rank_form_is_read_where_it_stands_in_a_wider_array(chosen):
     chex.assert_trees_all_equal(run(case, columns, chosen), run(case, operands, chosen))
 
 
+def test_a_step_size_is_read_where_it_stands_in_a_wider_array():
+    case = Case("selective_step", {"D": 128, "N": 16}, (1,) * 2, **BRAIN)
+    operands, chosen = make_operands(case), SelectiveConfig(1)
+    wide = jnp.pad(operands["dt"], ((0, 0), (16, 8)), constant_values=jnp.nan)
+    columns = operands | {"dt": pallas_kernels.Columns(wide, 16, 128)}
+    chex.assert_trees_all_equal(run(case, columns, chosen), run(case, operands, chosen))
+
+
 def test_filling_lowers_for_cuda_in_place():
     pool, ids = jax.ShapeDtypeStruct((3, 9, 80, 64, 128), jnp.float32), jnp.zeros(8, jnp.int32)
     fill = jax.jit(
@@ -320,7 +328,8 @@ def test_reasons_name_what_does_not_fit():
     assert "no window" in str(reason("conv_step", D=256, K=1))
     assert reason("selective_step", D=256) is None
     assert "multiple of 128 channels, got 96" in str(reason("selective_step", D=96))
-    assert "at most 32 of them, got 64" in str(reason("selective_step", D=256, N=64))
+    assert "2 to 32 of them, got 64" in str(reason("selective_step", D=256, N=64))
+    assert "2 to 32 of them, got 1" in str(reason("selective_step", D=256, N=1))
     assert reason("ssd_step", H=4, P=32, N=64) is None
     assert "got 24 by 64" in str(reason("ssd_step", H=4, P=24, N=64))
     assert "got 32 by 48" in str(reason("ssd_step", H=4, P=32, N=48))

@@ -138,6 +138,9 @@ def test_a_norm_has_the_bits_of_a_launch_before(rows):
     before = mosaic.rms_norm(x=x, weight=scale, eps=0.1, interpret=INTERPRET)
     ours = fused({**operands, "x": x, "norm_weight": scale, "eps": 0.1}, chosen)
     chex.assert_trees_all_equal(bits(ours), bits(fused({**operands, "x": before}, chosen)))
+    wide = pk.Columns(jnp.pad(x, ((0, 0), (8, 16)), constant_values=jnp.nan), 8, 512)
+    columns = fused({**operands, "x": wide, "norm_weight": scale, "eps": 0.1}, chosen)
+    chex.assert_trees_all_equal(bits(columns), bits(ours))
 
 
 @pytest.mark.parametrize("implementation", dispatch.PORTABLE)
