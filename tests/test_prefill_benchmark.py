@@ -7,6 +7,7 @@ import pallas_kernels
 from benchmarks import prefill, selective_scan
 from pallas_kernels.cases import Case
 from pallas_kernels.mosaic.config import ScanConfig
+from tests.long import long
 
 SIZES = {"D": 4, "N": 2}
 RIGHT, WRONG = ScanConfig((32,)), ScanConfig((64,))
@@ -27,6 +28,7 @@ def make_inputs(tokens, key):
     return small | {"A": inputs["A"][:4, :2]}
 
 
+@long
 def test_a_variant_whose_check_fails_gets_no_time(tmp_path, monkeypatch):
     bench = dataclasses.replace(
         selective_scan.BENCH,

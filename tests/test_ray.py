@@ -17,6 +17,7 @@ from jax.errors import JaxRuntimeError
 import jaxstate as js
 from jaxstate.lm import DEMO
 from jaxstate.models import Mamba2Config, from_random, save_model
+from tests.long import long
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'jaxstate[ray]'")
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'jaxstate[ray]'")
@@ -282,6 +283,7 @@ def snippet() -> str:
     return shown
 
 
+@long
 def test_no_row_is_lost_or_doubled_when_a_worker_is_killed(folder, rows, alone, tmp_path):
     """Two workers of a local cluster, one killed in the middle of a batch; then what the documentation shows."""
     (tmp_path / "rows.json").write_text(json.dumps(rows))

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import prompts, steps, trace
+from tests.long import long
 
 
+@long
 def test_the_small_run_checks_measures_and_writes(tmp_path, monkeypatch, capsys):
     output = tmp_path / "steps.json"
     arguments = ["--small", "--models", "mamba2", "--engine", "2", "-o", str(output)]
@@ -25,6 +27,7 @@ def test_the_small_run_checks_measures_and_writes(tmp_path, monkeypatch, capsys)
     assert "NOT TIMED" not in capsys.readouterr().out
 
 
+@long
 def test_prompts_are_checked_measured_and_written(tmp_path, monkeypatch):
     output = tmp_path / "prompts.json"
     arguments = ["--small", "--models", "mamba", "-o", str(output)]

@@ -4,8 +4,6 @@ Their states are reused, evicted for want of blocks, discarded with their writer
 output has to have the bits of the same request alone in an engine that reuses nothing.
 """
 
-import os
-
 import chex
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import pytest
 import jaxstate as js
 from jaxstate import scheduler
 from jaxstate.lm import DEMO
+from tests.long import WANTED
 
 WORKERS, CYCLES = 8, 9
 COMFORTABLE = 12
@@ -23,8 +22,8 @@ STORM = js.Sizes(
     rows=8, max_len=8192, chunk_tokens=256, decode_steps=8, checkpoints=COMFORTABLE // 2
 )
 
-# The suite reads 1,024 shared tokens; 4,096 take some minutes on two cores.
-PREFIXES = (1024, 4096) if os.environ.get("JAXSTATE_LONG_TESTS") else (1024,)
+# The suite reads 512 shared tokens; 4,096 take some minutes on two cores.
+PREFIXES = (512, 1024, 4096) if WANTED else (512,)
 
 
 def _requests(prefix: int, vocab: int) -> list[js.Request]:
