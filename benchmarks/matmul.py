@@ -94,10 +94,12 @@ def tuning(name: str, rows: int) -> list[MatmulConfig]:
 
 def chosen(name: str, rows: int) -> list[Any]:
     """What the kernels choose; nothing where they decline."""
-    choose = matmul_config if rows <= 64 else batch_matmul_config
-    features, inputs = MATRICES[name][:2]
-    declined = rows > 64 and (inputs % 64 or features > 32768)
-    return [] if declined else [choose(rows, features, inputs)]
+    features, inputs, _, residual = MATRICES[name]
+    if rows <= 64:
+        return [matmul_config(rows, features, inputs)]
+    kept = jnp.float32 if residual else None
+    declined = inputs % 64 or features > 32768
+    return [] if declined else [batch_matmul_config(rows, features, inputs, kept)]
 
 
 def product(config: Any, matrix: Matrix) -> Callable:

@@ -157,7 +157,7 @@ def selective_step(
         layer = refs["layer"][0]
         ids = {n: ids_of(n) for n in range(min(ahead + 2, count))}
         loading = factors and factors.begin(refs, shared, start, own, by_channel)
-        A = load(refs["A"].at[:, lanes], layout)
+        A = load(refs["A"].at[:, lanes], layout) * LOG2_E  # for powers of two
         (skip,) = float32([per_channel("skip")])
         bias = None if factors else per_channel("dt_bias")
         begun = {n: begin(n) for n in range(ahead)}
@@ -177,9 +177,8 @@ def selective_step(
         "write_ids": write_ids,
         "x": x,
         "dt": source,
-        # Channels last, as in the states, and for powers of two. XLA hoists this out of a loop over
-        # tokens.
-        "A": (A.astype(jnp.float32) * LOG2_E).T,
+        # Channels last, as in the states. XLA hoists this out of a loop over tokens.
+        "A": A.astype(jnp.float32).T,
         "B": B,
         "C": C,
         "skip": skip,
